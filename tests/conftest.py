@@ -1,0 +1,61 @@
+"""Test configuration: CPU, four virtual devices, float64 on request, compilation counting."""
+
+import os
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+if os.environ["JAX_PLATFORMS"] == "cpu":
+    jax.config.update("jax_num_cpu_devices", 4)
+
+# One suite, many implementations: a new one is one more name here.
+IMPLEMENTATIONS = ("reference", "xla", "associative")
+
+hypothesis.settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=10,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
+)
+hypothesis.settings.register_profile(
+    "ci", hypothesis.settings.get_profile("default"), derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request):
+    return request.param
+
+
+@pytest.fixture(params=[i for i in IMPLEMENTATIONS if i != "reference"])
+def fast_implementation(request):
+    return request.param
+
+
+@pytest.fixture
+def x64():
+    """float64 inside the test."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def compilations():
+    """A list that grows by one entry for each compilation."""
+    events = []
+
+    def listener(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(duration)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield events
+    jax.monitoring.unregister_event_duration_listener(listener)

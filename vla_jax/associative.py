@@ -1,0 +1,108 @@
+"""The recurrence as ``jax.lax.associative_scan``: per chunk for use, per token as a cross-check.
+
+Both rest on equation (15): a run of tokens acts on the memory (key dimension first) as the affine
+map ``S ↦ F S + G``, and ``(later) ∘ (earlier) = (F₂ F₁, F₂ G₁ + G₂)``. Written for the transposed
+``S`` of the equations this is multiplication from the *right*; the published code multiplies from
+the left, which only has the right shape because it takes D = E.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import chunkwise, numerics
+from vla_jax.types import Array
+
+
+def _affine_scan(factor: Array, term: Array, dot) -> tuple[Array, Array]:
+    """Inclusive composition of ``S ↦ factor S + term`` along the leading axis."""
+
+    def combine(earlier, later):
+        f1, g1 = earlier
+        f2, g2 = later
+        return dot("...ij,...jk->...ik", f2, f1), dot("...ij,...jk->...ik", f2, g1) + g2
+
+    return jax.lax.associative_scan(combine, (factor, term))
+
+
+def _exclusive(initial: Array, inclusive: Array) -> tuple[Array, Array]:
+    """States before each element and after the last one."""
+    states = jnp.concatenate([initial[None], inclusive])
+    return states[:-1], states[-1]
+
+
+def sweep(
+    left: Array,
+    right: Array,
+    inner: Array,
+    outer: Array | None,
+    keep: Array | None,
+    initial: Array,
+    policy: numerics.Policy,
+) -> tuple[Array, Array]:
+    """``chunkwise.sweep`` in logarithmic depth over chunks, at D³ more arithmetic a chunk."""
+    dot = policy.dot
+    identity = jnp.eye(left.shape[-1], dtype=policy.accumulator)
+    kept = identity if keep is None else jnp.where(keep, identity, 0)
+    factor = kept - dot("...td,...te->...de", left, right)
+    term = dot("...td,...te->...de", left, inner)
+    term = term if outer is None else term + outer
+    factor, term = _affine_scan(factor, term, dot)
+    return _exclusive(initial, dot("...ij,...jk->...ik", factor, initial[None]) + term)
+
+
+def running_sum(terms: Array, keep: Array | None, initial: Array) -> tuple[Array, Array]:
+    """``chunkwise.running_sum`` in logarithmic depth."""
+    if keep is None:
+        return _exclusive(initial, initial + jax.lax.associative_scan(jnp.add, terms))
+
+    def combine(earlier, later):
+        keep1, x1 = earlier
+        keep2, x2 = later
+        return keep1 & keep2, jnp.where(keep2, x1, 0) + x2
+
+    kept, sums = jax.lax.associative_scan(combine, (keep, terms))
+    return _exclusive(initial, jnp.where(kept, initial, 0) + sums)
+
+
+penalty_solve_forward = functools.partial(
+    chunkwise.penalty_solve_forward, running_sum=running_sum
+)
+penalty_solve_backward = functools.partial(
+    chunkwise.penalty_solve_backward, running_sum=running_sum
+)
+delta_rule_forward = functools.partial(chunkwise.delta_rule_forward, sweep=sweep)
+delta_rule_backward = functools.partial(chunkwise.delta_rule_backward, sweep=sweep)
+
+
+def delta_rule_per_token(
+    query: Array,
+    key: Array,
+    write_key: Array,
+    value: Array,
+    *,
+    initial_memory: Array | None = None,
+) -> tuple[Array, Array]:
+    """The delta rule as one ``associative_scan`` over tokens (the published Blelloch form).
+
+    Makes two ``[T, B, H, D, ·]`` arrays: for small D and as a cross-check of everything else. Plain
+    JAX, so every kind of differentiation works.
+
+    Args:
+      query, key, write_key: ``[B, T, H, D]``.
+      value: ``[B, T, H, E]``.
+      initial_memory: ``[B, H, D, E]``, zeros by default.
+
+    Returns:
+      ``(out [B, T, H, E], memory [B, H, D, E])``.
+    """
+    dot = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+    k, a, v = (jnp.moveaxis(x, 1, 0) for x in (key, write_key, value))
+    factor = jnp.eye(key.shape[-1], dtype=key.dtype) - a[..., :, None] * k[..., None, :]
+    factor, term = _affine_scan(factor, a[..., :, None] * v[..., None, :], dot)
+    if initial_memory is not None:
+        term = term + dot("...ij,...jk->...ik", factor, initial_memory[None])
+    return dot("bthd,tbhde->bthe", query, term), term[-1]

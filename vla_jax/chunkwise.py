@@ -1,0 +1,416 @@
+"""Both primitives in matrix products over chunks of tokens, forward and closed-form backward.
+
+Equation numbers are those of ``docs/derivation.md``. Nothing of size T×T or T×D×D is ever made, no
+factorisation is differentiated, and what the backward keeps is the inputs, the solution and the
+memory at chunk starts.
+
+Inside this file an array of tokens is chunk-major, ``[N, B, H, C, D]``, and the memory is ``Sᵀ``
+(``[B, H, D, E]``), so a state acts from the left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import numerics
+from vla_jax.types import Array
+
+# Tokens of a chunk, and chunks that step one inverse before it is derived again from the penalty.
+DEFAULT_CHUNK_SIZE = 32
+SUPER_CHUNK = 16
+
+
+class Segments(NamedTuple):
+    """What segment ids mean to the tokens of each chunk, equation (16). All ``[N, B, 1, ...]``."""
+
+    same: Array  # [..., C, C]  the two tokens are of one segment
+    cont: Array  # [..., C, 1]  the token is of the segment that runs at the chunk's start
+    last: Array  # [..., C, 1]  the token is of the segment that runs at the chunk's end
+    keep: Array  # [..., 1, 1]  one segment spans the whole chunk and what precedes it
+
+
+def _segments(segment_ids: Array | None, num_chunks: int, chunk: int) -> Segments | None:
+    if segment_ids is None:
+        return None
+    batch, length = segment_ids.shape
+    ids = jnp.pad(segment_ids, ((0, 0), (0, num_chunks * chunk - length)), mode="edge")
+    ids = ids.reshape(batch, num_chunks, chunk).swapaxes(0, 1)[:, :, None, :]
+    running = jnp.concatenate([ids[:1, ..., :1], ids[:-1, ..., -1:]])
+    cont = ids == running
+    return Segments(
+        same=ids[..., :, None] == ids[..., None, :],
+        cont=cont[..., None],
+        last=(ids == ids[..., -1:])[..., None],
+        keep=cont[..., -1:, None],
+    )
+
+
+def _where(condition: Array | None, x: Array, otherwise: Array | float = 0) -> Array:
+    return x if condition is None else jnp.where(condition, x, otherwise)
+
+
+def _lower(x: Array, segments: Segments | None, offset: int = 0) -> Array:
+    """Keeps ``[t, s]`` with ``s <= t + offset`` and both tokens of one segment."""
+    x = jnp.tril(x, offset)
+    return x if segments is None else jnp.where(segments.same, x, 0)
+
+
+def _upper(x: Array, segments: Segments | None, offset: int = 0) -> Array:
+    x = jnp.triu(x, offset)
+    return x if segments is None else jnp.where(segments.same, x, 0)
+
+
+def _split(x: Array, num_chunks: int, chunk: int, dtype) -> Array:
+    """``[B, T, *heads, D]`` to ``[N, B, *heads, C, D]``, zeros after the end."""
+    batch, length, *rest = x.shape
+    pad = [(0, 0)] * x.ndim
+    pad[1] = (0, num_chunks * chunk - length)
+    x = jnp.pad(x.astype(dtype), pad).reshape(batch, num_chunks, chunk, *rest)
+    x = jnp.moveaxis(x, 1, 0)
+    return jnp.moveaxis(x, 2, -2)
+
+
+def _join(x: Array, length: int) -> Array:
+    """Inverse of ``_split``."""
+    x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
+    batch, num_chunks, chunk, *rest = x.shape
+    return x.reshape(batch, num_chunks * chunk, *rest)[:, :length]
+
+
+def _num_chunks(length: int, chunk: int) -> int:
+    return -(-length // chunk)
+
+
+# --- running sums ------------------------------------------------------------------------------
+
+Scan = Callable[..., tuple[Array, Array]]
+
+
+def running_sum(terms: Array, keep: Array | None, initial: Array) -> tuple[Array, Array]:
+    """``x ← keep·x + term`` over the leading axis: ``x`` before each term, and the last one."""
+
+    def step(carry, inputs):
+        term, kept = inputs
+        return _where(kept, carry) + term, carry
+
+    final, starts = jax.lax.scan(step, initial, (terms, keep))
+    return starts, final
+
+
+def causal_sum(
+    x: Array, initial: Array, segment_ids: Array | None, policy: numerics.Policy
+) -> tuple[Array, Array]:
+    """``z_t = z_0 + Σ_{s≤t} x_s`` within segments: ``([B, T, H, D], the last [B, H, D])``."""
+    length = x.shape[1]
+    chunk = min(DEFAULT_CHUNK_SIZE, length)
+    n = _num_chunks(length, chunk)
+    segments = _segments(segment_ids, n, chunk)
+    x = _split(x, n, chunk, policy.accumulator)
+    ones = jnp.ones((chunk, chunk), policy.accumulator)
+    within = policy.dot("...ts,...sd->...td", _lower(ones, segments), x)
+    if segments is None:
+        cont = keep = None
+    else:
+        cont, keep = segments.cont, segments.keep[..., 0]
+    starts, final = running_sum(within[..., -1, :], keep, initial)
+    return _join(within + _where(cont, starts[..., None, :]), length), final
+
+
+# --- penalty_solve -----------------------------------------------------------------------------
+
+
+def penalty_solve_forward(
+    rhs: Array,
+    direction: Array,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+    *,
+    policy: numerics.Policy,
+    chunk_size: int | None = None,
+    running_sum: Scan = running_sum,
+) -> tuple[Array, Array]:
+    """Equations (6) to (9): ``(solution [B, T, H, D], penalty [B, H, D, D])``.
+
+    The tokens are cut in super-chunks of ``SUPER_CHUNK`` chunks. The penalty at their starts is a
+    prefix sum; from there on all super-chunks run side by side, each stepping its own inverse.
+    """
+    dtype, dot = policy.accumulator, policy.dot
+    length, dim = rhs.shape[1], rhs.shape[-1]
+    chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+    span = min(SUPER_CHUNK, _num_chunks(length, chunk))
+    supers = _num_chunks(length, chunk * span)
+    lam = lambda0[:, None, None]
+    identity = jnp.eye(dim, dtype=dtype)
+    fresh = identity / lam
+
+    # The penalty where each super-chunk starts.
+    u = _split(direction, supers, chunk * span, dtype)
+    whole = _segments(segment_ids, supers, chunk * span)
+    u_last = u if whole is None else jnp.where(whole.last, u, 0)
+    gram = dot("...td,...te->...de", u_last, u)
+    starts, penalty = running_sum(gram, None if whole is None else whole.keep, initial_penalty)
+    inverse = numerics.positive_definite_inverse(lam * identity + starts)
+
+    # Chunk r of every super-chunk at once, r = 0 … span-1; leading axes [supers, B].
+    def by_chunk(x):
+        n, batch, heads, _, d = x.shape
+        return jnp.moveaxis(x.reshape(n, batch, heads, span, chunk, d), 3, 0)
+
+    segments = _segments(segment_ids, supers * span, chunk)
+    if segments is not None:
+        segments = Segments(
+            *(x.reshape(supers, span, *x.shape[1:]).swapaxes(0, 1) for x in segments)
+        )
+
+    def step(inverse, inputs):
+        r, u, segments = inputs
+        if segments is not None:
+            cont, last, keep = segments.cont, segments.last, segments.keep
+        else:
+            cont = last = keep = None
+        au = _where(cont, dot("...td,...de->...te", u, inverse), u / lam)
+        ar = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
+        gram = dot("...td,...sd->...ts", u, au)
+        gram = gram if segments is None else jnp.where(segments.same, gram, 0)
+        factor = jax.lax.linalg.cholesky(
+            gram + jnp.eye(chunk, dtype=dtype), symmetrize_input=False
+        )
+        w = jax.lax.linalg.triangular_solve(factor, au, left_side=True, lower=True)
+        overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
+        solution = ar - dot("...ts,...sd->...td", overlap, w)
+        w_last = _where(last, w)
+        inverse = _where(keep, inverse, fresh) - dot("...td,...te->...de", w_last, w_last)
+        return inverse, solution
+
+    r = by_chunk(_split(rhs, supers, chunk * span, dtype))
+    _, solution = jax.lax.scan(step, inverse, (r, by_chunk(u), segments))
+    solution = jnp.moveaxis(solution, 0, 3).reshape(*u.shape[:3], chunk * span, dim)
+    return _join(solution, length), penalty
+
+
+def penalty_solve_backward(
+    direction: Array,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+    solution: Array,
+    d_solution: Array,
+    d_penalty: Array,
+    *,
+    policy: numerics.Policy,
+    chunk_size: int | None = None,
+    running_sum: Scan = running_sum,
+) -> tuple[Array, Array, Array, Array]:
+    """Equations (22) to (26): cotangents of ``rhs, direction, lambda0, initial_penalty``.
+
+    The cotangent of ``rhs`` is the same solve once more; the one of ``direction`` is linear
+    attention without decay, run backwards.
+    """
+    dtype, dot = policy.accumulator, policy.dot
+    length = direction.shape[1]
+    chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+    n = _num_chunks(length, chunk)
+    d_rhs, _ = penalty_solve_forward(
+        d_solution,
+        direction,
+        lambda0,
+        initial_penalty,
+        segment_ids,
+        policy=policy,
+        chunk_size=chunk_size,
+        running_sum=running_sum,
+    )
+    segments = _segments(segment_ids, n, chunk)
+    u, alpha, beta = (_split(x, n, chunk, dtype) for x in (direction, solution, d_rhs))
+
+    cont = last = keep = None
+    if segments is not None:
+        cont, last, keep = segments.cont, segments.last, segments.keep
+    outer = dot("...td,...te->...de", _where(cont, beta), alpha)
+    outer = outer + jnp.swapaxes(outer, -1, -2)
+    final = -(d_penalty + jnp.swapaxes(d_penalty, -1, -2))
+    flipped = None if keep is None else keep[::-1]
+    later, start = running_sum(outer[::-1], flipped, final)
+    d_u = _where(last, dot("...td,...de->...te", u, later[::-1]))
+    for x, y in ((alpha, beta), (beta, alpha)):
+        overlap = _upper(dot("...td,...sd->...ts", u, x), segments)
+        d_u = d_u + dot("...ts,...sd->...td", overlap, y)
+    d_lambda0 = -jnp.sum(alpha * beta, axis=(0, 1, 3, 4))
+    return d_rhs, -_join(d_u, length), d_lambda0, -start / 2
+
+
+# --- delta_rule --------------------------------------------------------------------------------
+
+
+def sweep(
+    left: Array,
+    right: Array,
+    inner: Array,
+    outer: Array | None,
+    keep: Array | None,
+    initial: Array,
+    policy: numerics.Policy,
+) -> tuple[Array, Array]:
+    """``S ← keep·S + outer + leftᵀ (inner − right S)`` over chunks: equation (14), in sequence.
+
+    Args:
+      left, right: ``[N, B, H, C, D]``.
+      inner: ``[N, B, H, C, E]``.
+      outer: ``[N, B, H, D, E]`` or None.
+      keep: ``[N, B, 1, 1, 1]`` booleans or None.
+      initial: ``[B, H, D, E]``.
+
+    Returns:
+      ``S`` before each chunk, ``[N, B, H, D, E]``, and after the last one.
+    """
+
+    def step(state, inputs):
+        left, right, inner, outer, kept = inputs
+        inner = inner - policy.dot_operand("...td,...de->...te", right, state)
+        new = _where(kept, state) + policy.dot_operand("...td,...te->...de", left, inner)
+        return (new if outer is None else new + outer), state
+
+    final, starts = jax.lax.scan(step, initial, (left, right, inner, outer, keep))
+    return starts, final
+
+
+class _Chunks(NamedTuple):
+    """The tokens of ``delta_rule`` in chunks, and what forward and backward both need of them."""
+
+    q: Array  # [N, B, H, G, C, D]
+    k: Array
+    a: Array
+    v: Array
+    k_cont: Array  # key, zero where the state at the chunk's start does not reach
+    a_last: Array  # write key, zero where the segment ends inside the chunk
+    triangle: Array  # I + strict_tril(K Âᵀ), equation (10)
+    segments: Segments | None
+    keep: Array | None
+
+    def solve(self, x: Array, transpose: bool = False) -> Array:
+        return jax.lax.linalg.triangular_solve(
+            self.triangle,
+            x,
+            left_side=True,
+            lower=True,
+            unit_diagonal=True,
+            transpose_a=transpose,
+        )
+
+    def grouped(self) -> Segments | None:
+        """The segments with an axis for the group, to mask arrays made with queries."""
+        if self.segments is None:
+            return None
+        return Segments(*(x[:, :, :, None] for x in self.segments))
+
+
+def _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size) -> _Chunks:
+    length = key.shape[1]
+    chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+    n = _num_chunks(length, chunk)
+    batch, _, heads, _ = key.shape
+    query = query.reshape(batch, length, heads, -1, query.shape[-1])
+    q, k, a, v = (
+        _split(x, n, chunk, policy.accumulator) for x in (query, key, write_key, value)
+    )
+    segments = _segments(segment_ids, n, chunk)
+    cont = last = keep = None
+    if segments is not None:
+        cont, last, keep = segments.cont, segments.last, segments.keep
+    triangle = _lower(policy.dot("...td,...sd->...ts", k, a), segments, -1)
+    triangle = triangle + jnp.eye(chunk, dtype=policy.accumulator)
+    return _Chunks(q, k, a, v, _where(cont, k), _where(last, a), triangle, segments, keep)
+
+
+def delta_rule_forward(
+    query: Array,
+    key: Array,
+    write_key: Array,
+    value: Array,
+    initial_memory: Array,
+    segment_ids: Array | None,
+    *,
+    policy: numerics.Policy,
+    chunk_size: int | None = None,
+    sweep: Callable = sweep,
+) -> tuple[Array, Array, Array]:
+    """Equations (10) to (13).
+
+    Returns ``(out [B, T, Hq, E], memory [B, H, D, E], memory at chunk starts)``, the last for the
+    backward.
+    """
+    dot = policy.dot_operand
+    c = _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
+    solved = c.solve(jnp.concatenate([c.k_cont, c.v], axis=-1))
+    t_key, t_value = jnp.split(solved, [key.shape[-1]], axis=-1)
+    starts, memory = sweep(c.a_last, t_key, t_value, None, c.keep, initial_memory, policy)
+    residual = t_value - dot("...td,...de->...te", t_key, starts)
+    grouped = c.grouped()
+    scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
+    carried = dot("nbhgtd,nbhde->nbhgte", c.q, starts)
+    out = _where(None if grouped is None else grouped.cont, carried)
+    out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
+    length = query.shape[1]
+    return _join(out, length).reshape(*query.shape[:3], -1), memory, starts
+
+
+def delta_rule_backward(
+    query: Array,
+    key: Array,
+    write_key: Array,
+    value: Array,
+    segment_ids: Array | None,
+    starts: Array,
+    d_out: Array,
+    d_memory: Array,
+    *,
+    policy: numerics.Policy,
+    chunk_size: int | None = None,
+    sweep: Callable = sweep,
+) -> tuple[Array, Array, Array, Array, Array]:
+    """Equations (17) to (21): cotangents of ``query, key, write_key, value, initial_memory``."""
+    dot = policy.dot_operand
+    length, heads = query.shape[1], key.shape[2]
+    c = _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
+    n, chunk = c.k.shape[0], c.k.shape[-2]
+    d_o = _split(
+        d_out.reshape(*d_out.shape[:2], heads, -1, d_out.shape[-1]), n, chunk, policy.accumulator
+    )
+    segments, grouped = c.segments, c.grouped()
+    cont = last = cont_g = None
+    if segments is not None:
+        cont, last, cont_g = segments.cont, segments.last, grouped.cont
+
+    solved = c.solve(jnp.concatenate([c.k_cont, c.v], axis=-1))
+    t_key, t_value = jnp.split(solved, [key.shape[-1]], axis=-1)
+    residual = t_value - dot("...td,...de->...te", t_key, starts)
+    scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
+    pull = dot("nbhgts,nbhgte->nbhse", scores, d_o)
+    read = dot("nbhgtd,nbhgte->nbhde", _where(cont_g, c.q), d_o)
+
+    # R, the cotangent of the memory after each chunk: the sweep of the forward, transposed.
+    flip = lambda x: None if x is None else x[::-1]  # noqa: E731
+    later, d_initial = sweep(
+        flip(t_key), flip(c.a_last), flip(-pull), flip(read), flip(c.keep), d_memory, policy
+    )
+    later = flip(later)
+
+    d_residual = c.solve(
+        dot("...td,...de->...te", c.a_last, later) + pull, transpose=True
+    )
+    d_scores = _lower(dot("nbhgte,nbhse->nbhgts", d_o, residual), grouped)
+    d_q = _where(cont_g, dot("nbhgte,nbhde->nbhgtd", d_o, starts))
+    d_q = d_q + dot("nbhgts,nbhsd->nbhgtd", d_scores, c.a)
+    d_triangle = _lower(dot("...te,...se->...ts", d_residual, residual), segments, -1)
+    d_a = _where(last, dot("...te,...de->...td", residual, later))
+    d_a = d_a + dot("nbhgts,nbhgtd->nbhsd", d_scores, c.q)
+    d_a = d_a - dot("...ts,...td->...sd", d_triangle, c.k)
+    d_k = _where(cont, dot("...te,...de->...td", d_residual, starts))
+    d_k = -(d_k + dot("...ts,...sd->...td", d_triangle, c.a))
+    d_query = _join(d_q, length).reshape(query.shape)
+    return d_query, *(_join(x, length) for x in (d_k, d_a, d_residual)), d_initial

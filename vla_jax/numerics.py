@@ -1,0 +1,125 @@
+"""Safe normalisation, the feature map and the precision policy: each of them once."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax.types import Array, DTypeLike, PrecisionLike
+
+
+def normalize(x: Array, axis: int = -1) -> Array:
+    """Scales ``x`` to unit Euclidean length along ``axis``; an all-zero vector stays zero.
+
+    Exact for any magnitude that the dtype can hold (the vector is scaled by its largest entry
+    first, so squares neither overflow nor vanish). The gradient of a zero vector is zero.
+    """
+    return x * inverse_norm(x, axis)
+
+
+def inverse_norm(x: Array, axis: int = -1) -> Array:
+    """``1 / ‖x‖`` along ``axis`` (kept as size one), and 0, with zero gradient, where ``x`` is zero."""
+    peak = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
+    present = peak > 0
+    scaled = jnp.where(present, x, 1) / jnp.where(present, peak, 1)
+    inverse = jax.lax.rsqrt(jnp.sum(scaled * scaled, axis=axis, keepdims=True))
+    return jnp.where(present, inverse / jnp.where(present, peak, 1), 0)
+
+
+def feature_map(x: Array) -> Array:
+    """``elu(x) + 1``, the positive feature map of queries and keys (Katharopoulos et al., 2020).
+
+    Written as ``exp(x)`` for ``x <= 0``, which keeps its relative accuracy where ``elu(x) + 1``
+    would cancel to zero.
+    """
+    return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+def accumulator_dtype(*dtypes: DTypeLike) -> DTypeLike:
+    """The dtype of state and accumulation: float64 if any of ``dtypes`` is, otherwise float32."""
+    return jnp.float64 if any(jnp.dtype(d) == jnp.float64 for d in dtypes) else jnp.float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """How matrix products are computed (the design's precision table).
+
+    Attributes:
+      accumulator: dtype of the state, of every factorisation and of accumulation.
+      operand: dtype to which the operands of the delta rule's products are rounded.
+      precision: ``jax.lax`` precision of the products on ``accumulator`` operands.
+    """
+
+    accumulator: DTypeLike
+    operand: DTypeLike
+    precision: Any
+
+    def dot(self, equation: str, *operands: Array) -> Array:
+        """``jnp.einsum`` in accumulator precision: for the solve and for everything carried."""
+        return jnp.einsum(
+            equation,
+            *(x.astype(self.accumulator) for x in operands),
+            precision=self.precision,
+            preferred_element_type=self.accumulator,
+        )
+
+    def dot_operand(self, equation: str, *operands: Array) -> Array:
+        """``jnp.einsum`` with operands rounded to the inputs' dtype and wide accumulation."""
+        return jnp.einsum(
+            equation,
+            *(x.astype(self.operand) for x in operands),
+            precision=self.precision,
+            preferred_element_type=self.accumulator,
+        )
+
+
+def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
+    """The policy for these inputs.
+
+    float32 and float64 inputs: float32- (float64-) accurate products unless ``precision`` asks for
+    less. 16-bit inputs: the solve runs in tf32 where the device has it, the delta rule's operands
+    are rounded to the inputs' own dtype, and everything accumulates in float32.
+    """
+    dtypes = [jnp.dtype(x.dtype) for x in inputs]
+    accumulator = accumulator_dtype(*dtypes)
+    half = all(d.itemsize == 2 for d in dtypes)
+    operand = jnp.result_type(*dtypes) if half else accumulator
+    if half and operand.itemsize > 2:  # bfloat16 beside float16: no common 16-bit dtype
+        half, operand = False, accumulator
+    default = jax.lax.Precision.HIGH if half else jax.lax.Precision.HIGHEST
+    return Policy(
+        accumulator=jnp.dtype(accumulator),
+        operand=jnp.dtype(operand),
+        precision=default if precision is None else precision,
+    )
+
+
+def symmetrize(x: Array) -> Array:
+    """``(x + xᵀ) / 2`` over the last two axes."""
+    return (x + jnp.swapaxes(x, -1, -2)) / 2
+
+
+def positive_definite_inverse(matrix: Array) -> Array:
+    """Inverse of symmetric positive definite matrices ``[..., D, D]`` through Cholesky."""
+    identity = jnp.broadcast_to(jnp.eye(matrix.shape[-1], dtype=matrix.dtype), matrix.shape)
+    factor = jax.lax.linalg.cholesky(matrix, symmetrize_input=False)
+    half = jax.lax.linalg.triangular_solve(factor, identity, left_side=True, lower=True)
+    return jnp.einsum("...ki,...kj->...ij", half, half, precision=jax.lax.Precision.HIGHEST)
+
+
+def apply_write_gain(solution: Array, unit_key: Array, write_gain: str) -> Array:
+    """The write key ``a`` from ``α = A k̂``, both ``[..., D]`` (derivation, variants).
+
+    ``"unit"`` gives ``α / ‖α‖``, ``"projection"`` ``α / (α·k̂)`` and ``"rls"`` ``α`` itself; a zero
+    ``α`` gives zero in all three, with zero gradient.
+    """
+    if write_gain == "unit":
+        return normalize(solution)
+    if write_gain == "projection":
+        overlap = jnp.sum(solution * unit_key, axis=-1, keepdims=True)
+        present = overlap > 0  # α·k̂ = k̂ᵀ A k̂ > 0 unless the token is absent
+        return jnp.where(present, solution, 0) / jnp.where(present, overlap, 1)
+    return solution

@@ -1,0 +1,360 @@
+"""``vla_attention`` over whole sequences, ``vla_step`` for decoding, and the state they share."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import chunkwise, numerics, primitives, reference, validation
+from vla_jax.types import (
+    READOUTS,
+    WRITE_GAINS,
+    Array,
+    ArrayLike,
+    DTypeLike,
+    Implementation,
+    PrecisionLike,
+    Readout,
+    VLAState,
+    WriteGain,
+)
+
+# Decoding derives the cached inverse from the penalty again after this many rank-one updates. In
+# float32 the drift over so few is below 1e-4 even for one direction repeated forever, and the
+# factorisation, spread over them, costs nothing that can be measured.
+REDERIVE_EVERY = 1024
+
+
+def init_state(
+    batch_size: int,
+    num_heads: int,
+    key_dim: int,
+    value_dim: int,
+    *,
+    dtype: DTypeLike = jnp.float32,
+) -> VLAState:
+    """The state of a fresh sequence: all zeros.
+
+    Args:
+      batch_size, num_heads, key_dim, value_dim: B, H (key/value heads), D and E.
+      dtype: float32, or float64 to decode float64 inputs.
+
+    Raises:
+      TypeError, ValueError: if a size is not a positive integer, or the dtype neither of the two.
+    """
+    sizes = dict(batch_size=batch_size, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
+    for name, size in sizes.items():
+        validation.positive(name, size, integer=True)
+    if jnp.dtype(dtype) not in (jnp.float32, jnp.float64):
+        raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
+    state = validation.state(None, "", batch_size, num_heads, key_dim, value_dim, dtype)
+    return _with_empty_cache(state)
+
+
+def _with_empty_cache(state: VLAState) -> VLAState:
+    per_head = jnp.zeros(state.key_sum.shape[:-1], state.key_sum.dtype)
+    return state.replace(
+        inverse=jnp.zeros_like(state.penalty), inverse_lambda0=per_head, inverse_age=per_head
+    )
+
+
+@overload
+def vla_attention(*args: Any, return_state: Literal[False] = ..., **kwargs: Any) -> Array: ...
+@overload
+def vla_attention(
+    *args: Any, return_state: Literal[True], **kwargs: Any
+) -> tuple[Array, VLAState]: ...
+@primitives.first_order_only
+def vla_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    direction: Array | None = None,
+    *,
+    lambda0: ArrayLike = 0.1,
+    initial_state: VLAState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    write_gain: WriteGain = "unit",
+    readout: Readout = "ratio",
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
+    return_state: bool = False,
+) -> Any:
+    """Variational Linear Attention, causal, in time linear in T.
+
+    For every head and token, with ``k̂ = k / ‖k‖``::
+
+        M ← M + u uᵀ,  A = (λ₀ I + M)⁻¹           the penalty and its inverse
+        α̂ = A k̂ / ‖A k̂‖                           the write direction
+        S ← S + (v − S k̂) α̂ᵀ,  z ← z + k          the memory and the key sum
+        o = S q / max(z·q, eps)                   the read-out
+
+    Equations (1) to (5) of ``docs/derivation.md``.
+
+    Args:
+      query: ``[B, T, Hq, D]``, feature-mapped (``vla_jax.feature_map``), not normalised. Hq is a
+        multiple of H; query head ``h`` reads the state of head ``h // (Hq / H)``.
+      key: ``[B, T, H, D]``, feature-mapped, not normalised (the unit key is formed inside, in
+        float32). A zero key writes nothing.
+      value: ``[B, T, H, E]``.
+      direction: ``[B, T, H, D]``, the penalty directions ``u``, used as given (the published layer
+        gives them length ``1/√D``). None means ``k̂ / √D``.
+      lambda0: scalar or ``[H]``, positive; differentiable.
+      initial_state: the state to continue from; it belongs to the first segment.
+      segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
+        id changes.
+      mask: ``[B, T]`` booleans, False for padding: the token writes nothing and its output is 0.
+      write_gain: the scale of the write key: ``"unit"`` α / ‖α‖, ``"projection"`` α / (α·k̂), which
+        stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂.
+      readout: ``"ratio"``, or ``"none"`` for ``S q``.
+      eps: positive floor of the ratio's denominator.
+      chunk_size: tokens of a chunk; the default suits the implementation.
+      implementation: None picks the best that works here. ``"reference"`` (token by token, any
+        kind of differentiation), ``"xla"`` (chunkwise), ``"associative"`` (chunkwise, associative
+        scan over chunks), ``"pallas"`` (GPU kernels), ``"triton"``.
+      precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
+        inputs; for 16-bit inputs tf32 in the solve and the inputs' dtype in the memory, always
+        accumulated in float32.
+      return_state: whether to return the state after the last token as well.
+
+    Returns:
+      ``out [B, T, Hq, E]`` in the dtype of ``query``, or ``(out, state)``; the state is float32
+      (float64 with float64 inputs) and that of the last segment.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+      NotImplementedError: if the named implementation cannot serve here, and for forward-mode or
+        second-order differentiation of any but ``"reference"``.
+    """
+    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
+    batch, length, heads, dim = key.shape
+    query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
+    validation.query_heads(query, heads)
+    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
+    if direction is not None:
+        direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
+    _check_options(write_gain, readout, eps)
+    policy = numerics.policy(query, key, value, precision=precision)
+    config = primitives.Config(
+        primitives.resolve(implementation, chunk_size), policy, chunk_size
+    )
+    out, state = _attention(
+        query,
+        key,
+        value,
+        direction,
+        validation.lambda0(lambda0, heads, policy.accumulator),
+        validation.state(
+            initial_state, "initial_state", batch, heads, dim, value.shape[-1], policy.accumulator
+        ),
+        validation.segment_ids(segment_ids, batch, length),
+        validation.mask(mask, batch, length),
+        config=config,
+        write_gain=write_gain,
+        readout=readout,
+        eps=float(eps),
+    )
+    return (out, state) if return_state else out
+
+
+def _check_options(write_gain: Any, readout: Any, eps: Any) -> None:
+    validation.choice("write_gain", write_gain, WRITE_GAINS)
+    validation.choice("readout", readout, READOUTS)
+    validation.positive("eps", eps)
+
+
+def write_keys(
+    key: Array,
+    direction: Array | None,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+    *,
+    config: primitives.Config,
+    write_gain: str,
+) -> tuple[Array, Array, Array]:
+    """Unit keys, write keys ``[B, T, H, D]`` (wide) and the final penalty: equations (1) to (3)."""
+    unit_key = numerics.normalize(key.astype(config.policy.accumulator))
+    if direction is None:
+        direction = unit_key / jnp.sqrt(jnp.asarray(key.shape[-1], unit_key.dtype))
+    solution, penalty = primitives.solve(
+        config, unit_key, direction, lambda0, initial_penalty, segment_ids
+    )
+    return unit_key, numerics.apply_write_gain(solution, unit_key, write_gain), penalty
+
+
+@functools.partial(jax.jit, static_argnames=("config", "write_gain", "readout", "eps"))
+def _attention(
+    query, key, value, direction, lambda0, state, segment_ids, mask, *,
+    config, write_gain, readout, eps,
+):  # fmt: skip
+    """The composition, on validated arguments."""
+    present = None if mask is None else mask[..., None, None]
+    if present is not None:
+        query, key, value = (jnp.where(present, x, 0) for x in (query, key, value))
+        direction = None if direction is None else jnp.where(present, direction, 0)
+    state = state.replace(penalty=numerics.symmetrize(state.penalty))
+    if config.implementation == "reference":
+        out, state = reference.attention(
+            query, key, value, direction, lambda0, state, segment_ids,
+            write_gain=write_gain, readout=readout, eps=eps,
+        )  # fmt: skip
+    else:
+        unit_key, write_key, penalty = write_keys(
+            key, direction, lambda0, state.penalty, segment_ids,
+            config=config, write_gain=write_gain,
+        )  # fmt: skip
+        out, memory = primitives.delta(
+            config, query, unit_key, write_key, value, state.memory, segment_ids
+        )
+        key_sums, key_sum = chunkwise.causal_sum(key, state.key_sum, segment_ids, config.policy)
+        if readout == "ratio":
+            grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
+            weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
+            out = out / jnp.maximum(weight, eps)[..., None]
+        state = VLAState(memory, penalty, key_sum)
+    return out.astype(query.dtype), _with_empty_cache(state)
+
+
+# --- decoding ----------------------------------------------------------------------------------
+
+
+@jax.custom_jvp
+def _known_inverse(matrix: Array, inverse: Array) -> Array:
+    """``inverse``, already computed, as the function of ``matrix`` that it is.
+
+    Values come from the cache, derivatives from ``d(M⁻¹) = −M⁻¹ dM M⁻¹``: the gradient flows
+    through the penalty, exactly, whatever the cache did to save the factorisation.
+    """
+    return inverse
+
+
+@_known_inverse.defjvp
+def _known_inverse_jvp(primals, tangents):
+    matrix, inverse = primals
+    value = _known_inverse(matrix, inverse)
+    tangent = jnp.einsum(
+        "...ij,...jk,...kl->...il", value, tangents[0], value, precision=jax.lax.Precision.HIGHEST
+    )
+    return value, -tangent
+
+
+def vla_step(
+    query: Array,
+    key: Array,
+    value: Array,
+    direction: Array | None,
+    state: VLAState,
+    *,
+    lambda0: ArrayLike = 0.1,
+    write_gain: WriteGain = "unit",
+    readout: Readout = "ratio",
+    eps: float = 1e-6,
+) -> tuple[Array, VLAState]:
+    """One token of ``vla_attention``: for decoding, in time and memory that do not grow.
+
+    The inverse of the penalty is carried in the state and updated by the Sherman–Morrison formula;
+    it is derived afresh from the exact penalty when the state has none for this ``lambda0`` (the
+    first step after ``vla_attention`` or ``init_state``) and then every ``REDERIVE_EVERY`` steps,
+    so rounding does not accumulate. Any kind of differentiation works, and the gradient reaches
+    ``state.penalty`` exactly.
+
+    Args:
+      query: ``[B, Hq, D]``; key, direction: ``[B, H, D]``; value: ``[B, H, E]``: as in
+        ``vla_attention`` without the time axis. ``direction=None`` means ``k̂ / √D``.
+      state: what the previous step, ``vla_attention`` or ``init_state`` returned.
+      lambda0, write_gain, readout, eps: as in ``vla_attention``.
+
+    Returns:
+      ``(out [B, Hq, E] in the dtype of query, the new state)``.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    key = validation.array("key", key, (None,) * 3, "[B, H, D]")
+    batch, heads, dim = key.shape
+    query = validation.array("query", query, (batch, None, dim), "[B, Hq, D]")
+    validation.query_heads(query[:, None], heads)
+    value = validation.array("value", value, (batch, heads, None), "[B, H, E]")
+    if direction is not None:
+        direction = validation.array("direction", direction, key.shape, "[B, H, D]")
+    _check_options(write_gain, readout, eps)
+    if state is None:
+        raise TypeError("state must be a VLAState, got None; init_state makes a fresh one")
+    dtype = numerics.accumulator_dtype(
+        query.dtype, key.dtype, value.dtype, getattr(state, "memory", query).dtype
+    )
+    fields = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
+    return _step(
+        query,
+        key,
+        value,
+        direction,
+        fields.replace(
+            inverse=state.inverse,
+            inverse_lambda0=state.inverse_lambda0,
+            inverse_age=state.inverse_age,
+        ),
+        validation.lambda0(lambda0, heads, dtype),
+        write_gain=write_gain,
+        readout=readout,
+        eps=float(eps),
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("write_gain", "readout", "eps"))
+def _step(query, key, value, direction, state, lambda0, *, write_gain, readout, eps):
+    dtype, dim, heads = state.memory.dtype, key.shape[-1], key.shape[1]
+    out_dtype = query.dtype
+    query = query.reshape(query.shape[0], heads, -1, dim).astype(dtype)
+    key, value = key.astype(dtype), value.astype(dtype)
+    unit_key = numerics.normalize(key)
+    if direction is None:
+        u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype))
+    else:
+        u = direction.astype(dtype)
+
+    regulariser = lambda0[:, None, None] * jnp.eye(dim, dtype=dtype)
+    before = numerics.symmetrize(state.penalty)
+    penalty = before + u[..., :, None] * u[..., None, :]
+    inverse, cache = _next_inverse(
+        *jax.lax.stop_gradient((state, before + regulariser, u, lambda0))
+    )
+    inverse = _known_inverse(penalty + regulariser, inverse)
+    solution = jnp.einsum(
+        "bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST
+    )
+    out, memory, key_sum = reference.write_and_read(
+        state, solution, query, key, unit_key, value, write_gain=write_gain, readout=readout,
+        eps=eps,
+    )  # fmt: skip
+    out = out.reshape(out.shape[0], -1, out.shape[-1]).astype(out_dtype)
+    return out, VLAState(memory, penalty, key_sum, **cache)
+
+
+def _next_inverse(
+    state: VLAState, matrix: Array, u: Array, lambda0: Array
+) -> tuple[Array, dict[str, Array | None]]:
+    """The inverse after ``u``, from the cache where it holds, and the cache that goes on."""
+    if state.inverse is None or state.inverse_lambda0 is None or state.inverse_age is None:
+        inverse = numerics.positive_definite_inverse(matrix)
+        return reference.sherman_morrison(inverse, u), {}
+    cached, age = state.inverse.astype(matrix.dtype), state.inverse_age
+    stale = (state.inverse_lambda0 != lambda0) | (age >= REDERIVE_EVERY)
+    derive = jnp.any(stale)
+    inverse = jax.lax.cond(
+        derive, lambda: numerics.positive_definite_inverse(matrix), lambda: cached
+    )
+    inverse = reference.sherman_morrison(inverse, u)
+    cache = {
+        "inverse": inverse,
+        "inverse_lambda0": jnp.broadcast_to(lambda0, age.shape),
+        "inverse_age": jnp.where(derive, 1, age + 1).astype(matrix.dtype),
+    }
+    return inverse, cache

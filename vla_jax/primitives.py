@@ -1,0 +1,325 @@
+"""``penalty_solve`` and ``delta_rule``: differentiation, choice of implementation, each once.
+
+An implementation supplies a forward and a closed-form backward with the signatures of
+``chunkwise``; the custom derivative rule that joins them is here, once a primitive. The reference
+needs no rule: JAX differentiates it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import associative, chunkwise, numerics, reference, validation
+from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike
+
+IMPLEMENTATIONS = ("reference", "xla", "associative", "pallas", "triton")
+_CHUNKWISE = {"xla": chunkwise, "associative": associative}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The static arguments of a primitive."""
+
+    implementation: str
+    policy: numerics.Policy
+    chunk_size: int | None = None
+
+
+def resolve(implementation: Implementation | None, chunk_size: int | None) -> str:
+    """The implementation to run: the one named, or for None the best that works here.
+
+    Raises:
+      ValueError: if the name is unknown, or ``chunk_size`` is given to one that has no chunks.
+      NotImplementedError: if the named one cannot run here.
+    """
+    if chunk_size is not None:
+        validation.positive("chunk_size", chunk_size, integer=True)
+    if implementation is None:
+        return "xla"
+    validation.choice("implementation", implementation, IMPLEMENTATIONS)
+    if implementation in ("pallas", "triton"):
+        raise NotImplementedError(
+            f"implementation={implementation!r} is not available here; "
+            "use 'xla' (chunkwise), 'associative' or 'reference'"
+        )
+    if implementation == "reference" and chunk_size is not None:
+        raise ValueError(
+            f"chunk_size must be None with implementation='reference', got {chunk_size}"
+        )
+    return implementation
+
+
+@jax.custom_jvp
+def _once(*cotangents: Any) -> Any:
+    """Identity that refuses to be differentiated: the results of a closed-form backward."""
+    return cotangents
+
+
+@_once.defjvp
+def _once_jvp(primals, tangents):
+    raise NotImplementedError(
+        "second-order differentiation needs implementation='reference': "
+        "the other implementations have a closed-form first derivative only"
+    )
+
+
+def first_order_only(function):
+    """Gives ``function`` the error for forward-mode differentiation that names the remedy."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        try:
+            return function(*args, **kwargs)
+        except TypeError as error:
+            if "forward-mode" in str(error):
+                raise NotImplementedError(
+                    "forward-mode differentiation (jvp, jacfwd, hessian) needs "
+                    "implementation='reference': the other implementations have a closed-form "
+                    "reverse-mode derivative only"
+                ) from error
+            raise
+
+    return wrapped
+
+
+# --- penalty_solve -----------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _penalty_solve(config, rhs, direction, lambda0, initial_penalty, segment_ids):
+    return _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment_ids)[0]
+
+
+def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment_ids):
+    solution, penalty = _CHUNKWISE[config.implementation].penalty_solve_forward(
+        rhs,
+        direction,
+        lambda0,
+        initial_penalty,
+        segment_ids,
+        policy=config.policy,
+        chunk_size=config.chunk_size,
+    )
+    residuals = (direction, lambda0, initial_penalty, segment_ids, solution, _like(rhs))
+    return (solution, penalty), residuals
+
+
+def _penalty_solve_bwd(config, residuals, cotangents):
+    *residuals, rhs_like = residuals
+    d_rhs, d_direction, d_lambda0, d_penalty = _CHUNKWISE[
+        config.implementation
+    ].penalty_solve_backward(
+        *residuals, *cotangents, policy=config.policy, chunk_size=config.chunk_size
+    )
+    d_rhs = d_rhs.astype(rhs_like.dtype)
+    d_direction = d_direction.astype(residuals[0].dtype)
+    return *_once(d_rhs, d_direction, d_lambda0, d_penalty), None
+
+
+_penalty_solve.defvjp(_penalty_solve_fwd, _penalty_solve_bwd)
+
+
+def _like(x: Array) -> Array:
+    """An empty array that remembers a dtype: residuals must be arrays."""
+    return jnp.zeros((0,), x.dtype)
+
+
+def solve(
+    config: Config,
+    rhs: Array,
+    direction: Array,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+) -> tuple[Array, Array]:
+    """``penalty_solve`` on validated arguments: ``lambda0 [H]``, state and result wide."""
+    initial_penalty = numerics.symmetrize(initial_penalty)
+    if config.implementation == "reference":
+        return reference.penalty_solve(rhs, direction, lambda0, initial_penalty, segment_ids)
+    return _penalty_solve(config, rhs, direction, lambda0, initial_penalty, segment_ids)
+
+
+@first_order_only
+def penalty_solve(
+    rhs: Array,
+    direction: Array,
+    *,
+    lambda0: ArrayLike,
+    initial_penalty: Array | None = None,
+    segment_ids: Array | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
+) -> tuple[Array, Array]:
+    """Causal regularised least squares: ``α_t = (λ₀ I + M₀ + Σ_{s≤t} u_s u_sᵀ)⁻¹ rhs_t``.
+
+    With ``rhs`` the unit keys this is VLA's write direction before normalisation; with the queries
+    in their place it is the exact solution that MesaNet approximates (von Oswald et al., 2025).
+    Equations (1) and (2) of ``docs/derivation.md``.
+
+    Args:
+      rhs: ``[B, T, H, D]``, floating point.
+      direction: ``[B, T, H, D]``, the ``u`` of the penalty, used as given.
+      lambda0: scalar or ``[H]``, positive: the initial penalty.
+      initial_penalty: ``[B, H, D, D]``, symmetric (only its symmetric part is used), without the
+        ``lambda0`` term. It belongs to the first segment. Default zeros.
+      segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the penalty
+        restarts from zero.
+      chunk_size: tokens of a chunk; the default suits the implementation.
+      implementation: ``None`` (the best that works here) or one of ``"reference"``, ``"xla"``,
+        ``"associative"``, ``"pallas"``, ``"triton"``.
+      precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
+        inputs, tf32 (where the device has it) for 16-bit inputs.
+
+    Returns:
+      ``(solution, penalty)``: ``[B, T, H, D]`` in the dtype of ``rhs``, and the penalty of the last
+      segment, ``[B, H, D, D]``, float32 (float64 with float64 inputs), without the ``lambda0`` term.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+      NotImplementedError: if the named implementation cannot serve here, and for forward-mode or
+        second-order differentiation of any but ``"reference"``.
+    """
+    rhs = validation.array("rhs", rhs, (None,) * 4, "[B, T, H, D]")
+    direction = validation.array("direction", direction, rhs.shape, "[B, T, H, D]")
+    batch, length, heads, dim = rhs.shape
+    policy = numerics.policy(rhs, direction, precision=precision)
+    if initial_penalty is None:
+        initial_penalty = jnp.zeros((batch, heads, dim, dim), policy.accumulator)
+    else:
+        initial_penalty = validation.array(
+            "initial_penalty", initial_penalty, (batch, heads, dim, dim), "[B, H, D, D]"
+        ).astype(policy.accumulator)
+    return _jit_penalty_solve(
+        Config(resolve(implementation, chunk_size), policy, chunk_size),
+        rhs,
+        direction,
+        validation.lambda0(lambda0, heads, policy.accumulator),
+        initial_penalty,
+        validation.segment_ids(segment_ids, batch, length),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _jit_penalty_solve(config, rhs, *args):
+    solution, penalty = solve(config, rhs, *args)
+    return solution.astype(rhs.dtype), penalty
+
+
+# --- delta_rule --------------------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _delta_rule(config, query, key, write_key, value, initial_memory, segment_ids):
+    return _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segment_ids)[0]
+
+
+def _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segment_ids):
+    out, memory, starts = _CHUNKWISE[config.implementation].delta_rule_forward(
+        query,
+        key,
+        write_key,
+        value,
+        initial_memory,
+        segment_ids,
+        policy=config.policy,
+        chunk_size=config.chunk_size,
+    )
+    return (out, memory), (query, key, write_key, value, segment_ids, starts)
+
+
+def _delta_rule_bwd(config, residuals, cotangents):
+    *tokens, d_initial = _CHUNKWISE[config.implementation].delta_rule_backward(
+        *residuals, *cotangents, policy=config.policy, chunk_size=config.chunk_size
+    )
+    tokens = (d.astype(x.dtype) for d, x in zip(tokens, residuals[:4], strict=True))
+    return *_once(*tokens, d_initial), None
+
+
+_delta_rule.defvjp(_delta_rule_fwd, _delta_rule_bwd)
+
+
+def delta(
+    config: Config,
+    query: Array,
+    key: Array,
+    write_key: Array,
+    value: Array,
+    initial_memory: Array,
+    segment_ids: Array | None,
+) -> tuple[Array, Array]:
+    """``delta_rule`` on validated arguments; the result is wide, as the state is."""
+    if config.implementation == "reference":
+        return reference.delta_rule(query, key, write_key, value, initial_memory, segment_ids)
+    return _delta_rule(config, query, key, write_key, value, initial_memory, segment_ids)
+
+
+@first_order_only
+def delta_rule(
+    query: Array,
+    key: Array,
+    write_key: Array,
+    value: Array,
+    *,
+    initial_memory: Array | None = None,
+    segment_ids: Array | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
+) -> tuple[Array, Array]:
+    """The generalised delta rule: ``S_t = S_{t-1} + (v_t − S_{t-1} k_t) a_tᵀ``, ``o_t = S_t q_t``.
+
+    ``write_key = β key`` with unit keys is DeltaNet (Yang et al., 2024). Equations (4) and (5) of
+    ``docs/derivation.md``, without the ratio.
+
+    Args:
+      query: ``[B, T, Hq, D]``, Hq a multiple of H: head ``h`` reads state ``h // (Hq / H)``.
+      key: ``[B, T, H, D]``, used as given (not normalised).
+      write_key: ``[B, T, H, D]``, the ``a`` above.
+      value: ``[B, T, H, E]``.
+      initial_memory: ``[B, H, D, E]``, key dimension first; of the first segment. Default zeros.
+      segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the memory
+        restarts from zero.
+      chunk_size, implementation, precision: as in ``penalty_solve``.
+
+    Returns:
+      ``(out, memory)``: ``[B, T, Hq, E]`` in the dtype of ``query``, and the memory of the last
+      segment, ``[B, H, D, E]``, float32 (float64 with float64 inputs).
+
+    Raises:
+      As ``penalty_solve``.
+    """
+    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
+    batch, length, heads, dim = key.shape
+    query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
+    validation.query_heads(query, heads)
+    write_key = validation.array("write_key", write_key, key.shape, "[B, T, H, D]")
+    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
+    policy = numerics.policy(query, key, write_key, value, precision=precision)
+    shape = (batch, heads, dim, value.shape[-1])
+    if initial_memory is None:
+        initial_memory = jnp.zeros(shape, policy.accumulator)
+    else:
+        initial_memory = validation.array(
+            "initial_memory", initial_memory, shape, "[B, H, D, E]"
+        ).astype(policy.accumulator)
+    return _jit_delta_rule(
+        Config(resolve(implementation, chunk_size), policy, chunk_size),
+        query,
+        key,
+        write_key,
+        value,
+        initial_memory,
+        validation.segment_ids(segment_ids, batch, length),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _jit_delta_rule(config, query, *args):
+    out, memory = delta(config, query, *args)
+    return out.astype(query.dtype), memory

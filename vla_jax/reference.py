@@ -1,0 +1,212 @@
+"""The recurrence as it is printed: a one-token step and a ``lax.scan`` over it.
+
+Everything here is differentiable by JAX in any mode and to any order, and none of it is fast. The
+equation numbers are those of ``docs/derivation.md``.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import numerics
+from vla_jax.types import Array, VLAState
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+def _dot(equation: str, *operands: Array) -> Array:
+    return jnp.einsum(equation, *operands, precision=_HIGHEST)
+
+
+def sherman_morrison(inverse: Array, direction: Array) -> Array:
+    """``(M + u uᵀ)⁻¹`` from ``M⁻¹`` ``[..., D, D]`` and ``u`` ``[..., D]``: equation (1)."""
+    w = _dot("...ij,...j->...i", inverse, direction)
+    gain = 1 + jnp.sum(direction * w, axis=-1)
+    return inverse - w[..., :, None] * w[..., None, :] / gain[..., None, None]
+
+
+def delta_step(
+    memory: Array, query: Array, key: Array, write_key: Array, value: Array
+) -> tuple[Array, Array]:
+    """One step of the generalised delta rule: equations (4) and (5) without the ratio.
+
+    Args:
+      memory: ``[B, H, D, E]``.
+      query: ``[B, H, G, D]``; key, write_key: ``[B, H, D]``; value: ``[B, H, E]``.
+
+    Returns:
+      The read-out ``[B, H, G, E]`` after the write, and the new memory.
+    """
+    residual = value - _dot("bhde,bhd->bhe", memory, key)
+    memory = memory + write_key[..., :, None] * residual[..., None, :]
+    return _dot("bhgd,bhde->bhge", query, memory), memory
+
+
+def write_and_read(
+    state: VLAState,
+    solution: Array,
+    query: Array,
+    key: Array,
+    unit_key: Array,
+    value: Array,
+    *,
+    write_gain: str,
+    readout: str,
+    eps: float,
+) -> tuple[Array, Array, Array]:
+    """Equations (3) to (5): the write along ``α = solution`` and the read-out of one token.
+
+    Returns ``(out [B, H, G, E], memory, key_sum)``.
+    """
+    write_key = numerics.apply_write_gain(solution, unit_key, write_gain)
+    out, memory = delta_step(state.memory, query, unit_key, write_key, value)
+    key_sum = state.key_sum + key
+    if readout == "ratio":
+        weight = _dot("bhgd,bhd->bhg", query, key_sum)
+        out = out / jnp.maximum(weight, eps)[..., None]
+    return out, memory, key_sum
+
+
+def _segment_starts(segment_ids: Array | None, length: int) -> Array:
+    """``[T, B]`` (or ``[T, 1]``) booleans: true where a token opens a segment of its own."""
+    if segment_ids is None:
+        return jnp.zeros((length, 1), bool)
+    changed = segment_ids[:, 1:] != segment_ids[:, :-1]
+    return jnp.pad(changed, ((0, 0), (1, 0))).T
+
+
+def _reset(start: Array, fresh: Array, carried: Array) -> Array:
+    return jnp.where(jnp.expand_dims(start, tuple(range(1, carried.ndim))), fresh, carried)
+
+
+def _fresh_inverse(lambda0: Array, dim: int) -> Array:
+    return jnp.eye(dim, dtype=lambda0.dtype) / lambda0[:, None, None]
+
+
+def _time_major(x: Array, dtype) -> Array:
+    return jnp.moveaxis(x.astype(dtype), 1, 0)
+
+
+def grouped(query: Array, num_kv_heads: int) -> Array:
+    """``[B, T, Hq, D]`` to ``[B, T, H, G, D]``."""
+    batch, length, heads, dim = query.shape
+    return query.reshape(batch, length, num_kv_heads, heads // num_kv_heads, dim)
+
+
+def penalty_solve(
+    rhs: Array, direction: Array, lambda0: Array, initial_penalty: Array, segment_ids: Array | None
+) -> tuple[Array, Array]:
+    """``α_t = (λ₀ I + M₀ + Σ_{s≤t} u_s u_sᵀ)⁻¹ rhs_t`` token by token, equations (1) and (2)."""
+    dtype, dim = initial_penalty.dtype, rhs.shape[-1]
+    fresh = _fresh_inverse(lambda0, dim)
+
+    def step(carry, token):
+        penalty, inverse = carry
+        r, u, start = token
+        penalty = _reset(start, 0, penalty) + u[..., :, None] * u[..., None, :]
+        inverse = sherman_morrison(_reset(start, fresh, inverse), u)
+        return (penalty, inverse), _dot("bhij,bhj->bhi", inverse, r)
+
+    inverse = numerics.positive_definite_inverse(
+        lambda0[:, None, None] * jnp.eye(dim, dtype=dtype) + initial_penalty
+    )
+    tokens = (
+        _time_major(rhs, dtype),
+        _time_major(direction, dtype),
+        _segment_starts(segment_ids, rhs.shape[1]),
+    )
+    (penalty, _), solution = jax.lax.scan(step, (initial_penalty, inverse), tokens)
+    return jnp.moveaxis(solution, 0, 1), penalty
+
+
+def delta_rule(
+    query: Array,
+    key: Array,
+    write_key: Array,
+    value: Array,
+    initial_memory: Array,
+    segment_ids: Array | None,
+) -> tuple[Array, Array]:
+    """``S_t = S_{t-1} + (v_t − S_{t-1} k_t) a_tᵀ``, ``o_t = S_t q_t`` token by token."""
+    dtype = initial_memory.dtype
+
+    def step(memory, token):
+        q, k, a, v, start = token
+        out, memory = delta_step(_reset(start, 0, memory), q, k, a, v)
+        return memory, out
+
+    tokens = (
+        *(_time_major(x, dtype) for x in (grouped(query, key.shape[2]), key, write_key, value)),
+        _segment_starts(segment_ids, query.shape[1]),
+    )
+    memory, out = jax.lax.scan(step, initial_memory, tokens)
+    return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1]), memory
+
+
+def attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    direction: Array | None,
+    lambda0: Array,
+    initial_state: VLAState,
+    segment_ids: Array | None,
+    *,
+    write_gain: str = "unit",
+    readout: str = "ratio",
+    eps: float = 1e-6,
+    refresh_every: int | None = None,
+    refresh_eps: float = 1e-3,
+) -> tuple[Array, VLAState]:
+    """The whole recurrence, equations (1) to (5), token by token.
+
+    Args:
+      query: ``[B, T, Hq, D]``; key, direction: ``[B, T, H, D]``; value: ``[B, T, H, E]``.
+        ``direction=None`` means ``k̂ / √D``.
+      lambda0: ``[H]``.
+      initial_state: in the accumulator's dtype, which is also the dtype of the computation.
+      segment_ids: ``[B, T]`` or None.
+      write_gain, readout, eps: as in ``vla_jax.vla_attention``.
+      refresh_every: if given, ``refresh_eps * I`` is added to the inverse after every so many
+        tokens, as the published reference code does. It reproduces published numbers and breaks
+        ``A = M⁻¹``; nothing else in this package does it.
+
+    Returns:
+      ``(out [B, T, Hq, E], state)`` in the accumulator's dtype.
+    """
+    dtype, dim = initial_state.memory.dtype, query.shape[-1]
+    identity = jnp.eye(dim, dtype=dtype)
+    fresh = _fresh_inverse(lambda0, dim)
+
+    def step(carry, token):
+        state, inverse, index = carry
+        q, k, v, u, start = token
+        state = jax.tree.map(lambda x: _reset(start, 0, x), state)
+        unit_key = numerics.normalize(k)
+        if u is None:
+            u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype))
+        inverse = sherman_morrison(_reset(start, fresh, inverse), u)
+        penalty = state.penalty + u[..., :, None] * u[..., None, :]
+        if refresh_every is not None:
+            due = (index + 1) % refresh_every == 0
+            inverse = inverse + jnp.where(due, refresh_eps, 0).astype(dtype) * identity
+        solution = _dot("bhij,bhj->bhi", inverse, unit_key)
+        out, memory, key_sum = write_and_read(
+            state, solution, q, k, unit_key, v, write_gain=write_gain, readout=readout, eps=eps
+        )
+        return (VLAState(memory, penalty, key_sum), inverse, index + 1), out
+
+    tokens = (
+        _time_major(grouped(query, key.shape[2]), dtype),
+        _time_major(key, dtype),
+        _time_major(value, dtype),
+        None if direction is None else _time_major(direction, dtype),
+        _segment_starts(segment_ids, query.shape[1]),
+    )
+    state = VLAState(initial_state.memory, initial_state.penalty, initial_state.key_sum)
+    inverse = numerics.positive_definite_inverse(
+        lambda0[:, None, None] * identity + initial_state.penalty
+    )
+    (state, _, _), out = jax.lax.scan(step, (state, inverse, jnp.int32(0)), tokens)
+    return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1]), state

@@ -1,0 +1,71 @@
+"""Axis legend, type aliases and the recurrent state.
+
+Axes, used in every shape in this package:
+
+    B   batch
+    T   time
+    H   key/value heads
+    G   query heads that share one key/value head (Hq = G * H, head ``h`` reads state ``h // G``)
+    Hq  query heads
+    D   key (and query, and direction) dimension
+    E   value dimension
+    N   chunks
+    C   tokens of a chunk
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+Array: TypeAlias = jax.Array
+ArrayLike: TypeAlias = jax.typing.ArrayLike
+DTypeLike: TypeAlias = Any
+PrecisionLike: TypeAlias = (
+    None | str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision]
+)
+
+WriteGain: TypeAlias = Literal["unit", "projection", "rls"]
+Readout: TypeAlias = Literal["ratio", "none"]
+Implementation: TypeAlias = Literal["reference", "xla", "associative", "pallas", "triton"]
+
+WRITE_GAINS: tuple[str, ...] = ("unit", "projection", "rls")
+READOUTS: tuple[str, ...] = ("ratio", "none")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class VLAState:
+    """The whole memory of a sequence: what decoding carries from token to token.
+
+    A pytree of arrays, constant in size whatever the length of the sequence. All zeros means a
+    fresh sequence. Values are immutable: an operation returns a new state and the old one stays
+    usable.
+
+    Attributes:
+      memory: ``[B, H, D, E]``, the associative memory, key dimension first (the transpose of the
+        ``S`` of the equations).
+      penalty: ``[B, H, D, D]``, the sum of ``u uᵀ`` over the tokens read so far, without the
+        ``lambda0 * I`` term.
+      key_sum: ``[B, H, D]``, the sum of the keys (not normalised), the ``z`` of the equations.
+      inverse: ``[B, H, D, D]``, a cache for decoding: ``(lambda0 I + penalty)⁻¹``. It is derived
+        from ``penalty``, carries no gradient of its own, and may be stale: the two fields below
+        say whether it holds. ``None`` switches the cache off; a step then factorises the penalty.
+      inverse_lambda0: ``[B, H]``, the ``lambda0`` for which ``inverse`` holds, 0 where it holds for
+        none (the next step then derives it from ``penalty``).
+      inverse_age: ``[B, H]``, how many rank-one updates ``inverse`` has received since it was last
+        derived from ``penalty``.
+    """
+
+    memory: Array
+    penalty: Array
+    key_sum: Array
+    inverse: Array | None = None
+    inverse_lambda0: Array | None = None
+    inverse_age: Array | None = None
+
+    def replace(self, **changes: Any) -> VLAState:
+        """Returns a copy of the state with the given fields changed."""
+        return dataclasses.replace(self, **changes)

@@ -1,0 +1,165 @@
+"""Argument checks, each written once: static ones through chex, value checks where concrete."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vla_jax.types import Array, VLAState
+
+
+def array(name: str, x: Any, shape: Sequence[int | None], axes: str) -> Array:
+    """``x`` as a floating-point array of the given shape.
+
+    Args:
+      name: the argument's name, for the message.
+      x: the argument.
+      shape: expected size of each axis, None for any.
+      axes: the axis letters, for the message.
+
+    Raises:
+      TypeError: if ``x`` is not an array of real floating-point numbers.
+      ValueError: if rank or shape differ, or an axis is empty.
+    """
+    x = _as_array(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point array, got dtype {x.dtype}")
+    check_shape(name, x, shape, axes)
+    return x
+
+
+def _as_array(name: str, x: Any) -> Array:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    return jnp.asarray(x)
+
+
+def check_shape(name: str, x: Array, shape: Sequence[int | None], axes: str) -> None:
+    """Raises ValueError unless ``x`` has ``shape`` (None for any positive size)."""
+    try:
+        chex.assert_rank(x, len(shape))
+        chex.assert_shape(x, tuple(shape))
+    except AssertionError as error:
+        want = ", ".join("any" if n is None else str(n) for n in shape)
+        raise ValueError(
+            f"{name} must have shape {axes} = [{want}], got {list(x.shape)}"
+        ) from error
+    if 0 in x.shape:
+        raise ValueError(f"{name} must have no empty axis, got shape {axes} = {list(x.shape)}")
+
+
+def query_heads(query: Array, num_kv_heads: int) -> None:
+    """Raises ValueError unless the query heads are a multiple of the key/value heads."""
+    if query.shape[2] % num_kv_heads:
+        raise ValueError(
+            f"query must have a multiple of key's heads H = {num_kv_heads}, "
+            f"got Hq = {query.shape[2]}"
+        )
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
+    """Raises ValueError unless ``value`` is one of ``allowed``."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def positive(name: str, value: Any, *, integer: bool = False) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a positive Python number."""
+    kinds = (int, np.integer) if integer else (int, float, np.integer, np.floating)
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        kind = "an integer" if integer else "a number"
+        raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
+    if not value > 0 or not np.isfinite(value):
+        raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def is_concrete(x: Any) -> bool:
+    return not isinstance(x, jax.core.Tracer)
+
+
+def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
+    """``lambda0`` as ``[H]`` of ``dtype``; its values are checked where they are concrete.
+
+    Raises:
+      TypeError: if it is not a real number or an array of them.
+      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive and finite.
+    """
+    try:
+        result = jnp.asarray(value)
+    except TypeError as error:
+        raise TypeError(f"lambda0 must be a number or an array, got {value!r}") from error
+    if not (
+        jnp.issubdtype(result.dtype, jnp.floating) or jnp.issubdtype(result.dtype, jnp.integer)
+    ):
+        raise TypeError(f"lambda0 must be real, got dtype {result.dtype}")
+    if result.shape not in ((), (num_heads,)):
+        raise ValueError(
+            f"lambda0 must be a scalar or have shape [H] = [{num_heads}], got {list(result.shape)}"
+        )
+    if is_concrete(result):
+        values = np.asarray(result, np.float64)
+        if not (np.isfinite(values) & (values > 0)).all():
+            raise ValueError(f"lambda0 must be positive and finite, got {values}")
+    return jnp.broadcast_to(result.astype(dtype), (num_heads,))
+
+
+def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
+    """``segment_ids`` as int32 ``[B, T]``; that they do not decrease is checked where concrete."""
+    if ids is None:
+        return None
+    ids = _as_array("segment_ids", ids)
+    if not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids must be integers, got dtype {ids.dtype}")
+    check_shape("segment_ids", ids, (batch, length), "[B, T]")
+    if is_concrete(ids):
+        values = np.asarray(ids)
+        drop = np.argwhere(values[:, 1:] < values[:, :-1])
+        if drop.size:
+            b, t = drop[0]
+            raise ValueError(
+                "segment_ids must not decrease along T, got "
+                f"{values[b, t]} then {values[b, t + 1]} at batch {b}, position {t + 1}"
+            )
+        if values.size and not (-(2**31) <= values.min() and values.max() < 2**31):
+            raise ValueError("segment_ids must fit in int32")
+    return ids.astype(jnp.int32)
+
+
+def mask(value: Any, batch: int, length: int) -> Array | None:
+    """``mask`` as booleans ``[B, T]``."""
+    if value is None:
+        return None
+    value = _as_array("mask", value)
+    if value.dtype != jnp.bool_:
+        raise TypeError(f"mask must be boolean, got dtype {value.dtype}")
+    check_shape("mask", value, (batch, length), "[B, T]")
+    return value
+
+
+def state(
+    value: Any, name: str, batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+) -> VLAState:
+    """The three defining fields of a state in ``dtype`` (zeros for None), the penalty as given."""
+    if value is None:
+        return VLAState(
+            memory=jnp.zeros((batch, heads, key_dim, value_dim), dtype),
+            penalty=jnp.zeros((batch, heads, key_dim, key_dim), dtype),
+            key_sum=jnp.zeros((batch, heads, key_dim), dtype),
+        )
+    if not isinstance(value, VLAState):
+        raise TypeError(f"{name} must be a VLAState or None, got {type(value).__name__}")
+    shapes = {
+        "memory": ((batch, heads, key_dim, value_dim), "[B, H, D, E]"),
+        "penalty": ((batch, heads, key_dim, key_dim), "[B, H, D, D]"),
+        "key_sum": ((batch, heads, key_dim), "[B, H, D]"),
+    }
+    fields = {
+        field: array(f"{name}.{field}", getattr(value, field), *spec).astype(dtype)
+        for field, spec in shapes.items()
+    }
+    return VLAState(**fields)
