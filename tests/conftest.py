@@ -2,13 +2,13 @@
 
 import os
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+import hypothesis
+import jax
+import pytest
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import pytest  # noqa: E402
-
-if os.environ["JAX_PLATFORMS"] == "cpu":
+# No backend exists yet, so both take effect. JAX_PLATFORMS=cuda runs the suite on a GPU.
+if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
+    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
 
 # One suite, many implementations: a new one is one more name here.

@@ -36,6 +36,13 @@ def assert_rms_close(actual, expected, tolerance, name=""):
     assert error <= tolerance * scale + 1e-300, f"{name}: error {error:.2e}, rms {scale:.2e}"
 
 
+def chunks(implementation, chunk_size):
+    """The options that name an implementation; the reference has no chunks."""
+    if implementation == "reference":
+        chunk_size = None
+    return {"implementation": implementation, "chunk_size": chunk_size}
+
+
 def split_call(call):
     """A `cases.draw` dictionary as (differentiable inputs, the rest)."""
     differentiable = {n: call[n] for n in INPUTS[:5] if call[n] is not None}

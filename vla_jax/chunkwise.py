@@ -177,10 +177,8 @@ def penalty_solve_forward(
         ar = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
         gram = dot("...td,...sd->...ts", u, au)
         gram = gram if segments is None else jnp.where(segments.same, gram, 0)
-        factor = jax.lax.linalg.cholesky(
-            gram + jnp.eye(chunk, dtype=dtype), symmetrize_input=False
-        )
-        w = jax.lax.linalg.triangular_solve(factor, au, left_side=True, lower=True)
+        factor = numerics.inverse_cholesky(gram + jnp.eye(chunk, dtype=dtype))
+        w = dot("...ts,...sd->...td", factor, au)
         overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
         solution = ar - dot("...ts,...sd->...td", overlap, w)
         w_last = _where(last, w)
@@ -288,19 +286,9 @@ class _Chunks(NamedTuple):
     v: Array
     k_cont: Array  # key, zero where the state at the chunk's start does not reach
     a_last: Array  # write key, zero where the segment ends inside the chunk
-    triangle: Array  # I + strict_tril(K Âᵀ), equation (10)
+    inverse: Array  # (I + strict_tril(K Âᵀ))⁻¹, equation (10)
     segments: Segments | None
     keep: Array | None
-
-    def solve(self, x: Array, transpose: bool = False) -> Array:
-        return jax.lax.linalg.triangular_solve(
-            self.triangle,
-            x,
-            left_side=True,
-            lower=True,
-            unit_diagonal=True,
-            transpose_a=transpose,
-        )
 
     def grouped(self) -> Segments | None:
         """The segments with an axis for the group, to mask arrays made with queries."""
@@ -323,8 +311,8 @@ def _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
     if segments is not None:
         cont, last, keep = segments.cont, segments.last, segments.keep
     triangle = _lower(policy.dot("...td,...sd->...ts", k, a), segments, -1)
-    triangle = triangle + jnp.eye(chunk, dtype=policy.accumulator)
-    return _Chunks(q, k, a, v, _where(cont, k), _where(last, a), triangle, segments, keep)
+    inverse = numerics.triangular_inverse(triangle + jnp.eye(chunk, dtype=policy.accumulator))
+    return _Chunks(q, k, a, v, _where(cont, k), _where(last, a), inverse, segments, keep)
 
 
 def delta_rule_forward(
@@ -346,8 +334,7 @@ def delta_rule_forward(
     """
     dot = policy.dot_operand
     c = _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
-    solved = c.solve(jnp.concatenate([c.k_cont, c.v], axis=-1))
-    t_key, t_value = jnp.split(solved, [key.shape[-1]], axis=-1)
+    t_key, t_value = (policy.dot("...ts,...sd->...td", c.inverse, x) for x in (c.k_cont, c.v))
     starts, memory = sweep(c.a_last, t_key, t_value, None, c.keep, initial_memory, policy)
     residual = t_value - dot("...td,...de->...te", t_key, starts)
     grouped = c.grouped()
@@ -386,8 +373,7 @@ def delta_rule_backward(
     if segments is not None:
         cont, last, cont_g = segments.cont, segments.last, grouped.cont
 
-    solved = c.solve(jnp.concatenate([c.k_cont, c.v], axis=-1))
-    t_key, t_value = jnp.split(solved, [key.shape[-1]], axis=-1)
+    t_key, t_value = (policy.dot("...ts,...sd->...td", c.inverse, x) for x in (c.k_cont, c.v))
     residual = t_value - dot("...td,...de->...te", t_key, starts)
     scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
     pull = dot("nbhgts,nbhgte->nbhse", scores, d_o)
@@ -400,9 +386,8 @@ def delta_rule_backward(
     )
     later = flip(later)
 
-    d_residual = c.solve(
-        dot("...td,...de->...te", c.a_last, later) + pull, transpose=True
-    )
+    d_residual = dot("...td,...de->...te", c.a_last, later) + pull
+    d_residual = policy.dot("...ts,...te->...se", c.inverse, d_residual)
     d_scores = _lower(dot("nbhgte,nbhse->nbhgts", d_o, residual), grouped)
     d_q = _where(cont_g, dot("nbhgte,nbhde->nbhgtd", d_o, starts))
     d_q = d_q + dot("nbhgts,nbhsd->nbhgtd", d_scores, c.a)

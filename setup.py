@@ -1,0 +1,40 @@
+"""Package metadata. Tool configuration is in pyproject.toml."""
+
+import pathlib
+import re
+
+from setuptools import find_packages, setup
+
+ROOT = pathlib.Path(__file__).parent
+VERSION = re.search(
+    r'^__version__ = "(.+)"$', (ROOT / "vla_jax" / "__init__.py").read_text("utf-8"), re.MULTILINE
+)[1]
+
+EXAMPLES = ["orbax-checkpoint", "tqdm", "matplotlib"]
+
+setup(
+    name="vla-jax",
+    version=VERSION,
+    description="Variational Linear Attention in JAX: exact, chunkwise, linear in the sequence length",
+    long_description=(ROOT / "README.md").read_text("utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    packages=find_packages(include=["vla_jax", "vla_jax.*"]),
+    package_data={"vla_jax": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=["jax>=0.10,<0.13", "flax", "optax", "chex", "absl-py"],
+    extras_require={
+        "examples": EXAMPLES,
+        "test": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", *EXAMPLES],
+        "lint": ["ruff", "mypy"],
+        "cuda12": ["jax[cuda12]"],
+        "cuda13": ["jax[cuda13]"],
+        "triton": ["jax-triton"],
+    },
+    classifiers=[
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3 :: Only",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+)

@@ -1,0 +1,273 @@
+"""vla_attention, vla_step and the state, for every implementation, against the oracle."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import tolerances
+from support import (
+    STATE,
+    assert_close,
+    assert_matches,
+    assert_rms_close,
+    attention,
+    cast,
+    draw_cotangents,
+    oracle_value_and_gradients,
+    split_call,
+    value_and_pullback,
+)
+
+import vla_jax
+from benchmarks.cases import CASES, Case, draw
+
+OPTIONS = ("write_gain", "readout")
+SMALL = Case(2, 22, 2, 2, 5, 4, initial=True, per_head=True, segments="random")
+
+
+def options_of(case):
+    return {n: getattr(case, n) for n in OPTIONS}
+
+
+@functools.lru_cache(None)
+def expected(case):
+    call = draw(case)
+    cotangents = draw_cotangents(call)
+    return call, cotangents, oracle_value_and_gradients(call, cotangents, **options_of(case))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_float64(case, implementation, x64):
+    call, cotangents, reference = expected(case)
+    run = value_and_pullback(
+        **options_of(case), chunk_size=case.chunk_size, implementation=implementation
+    )
+    primals, gradients = run(*split_call(call), cotangents)
+    assert primals[0].dtype == jnp.float64
+    assert all(x.dtype == jnp.float64 for x in primals[1])
+    assert_matches(primals, gradients, reference, tolerances.FLOAT64)
+
+
+def ill_conditioned(length=4096, dim=16, condition=1e3):
+    """Directions in half of the dimensions, so that M keeps lambda0 as an eigenvalue."""
+    call = draw(Case(1, length, 2, 1, dim, 8), seed=7)
+    rng = np.random.default_rng(8)
+    plane = np.linalg.qr(rng.standard_normal((dim, dim)))[0][: dim // 2]
+    direction = rng.standard_normal((1, length, 2, dim // 2)) @ plane
+    direction /= np.linalg.norm(direction, axis=-1, keepdims=True) * np.sqrt(dim)
+    largest = np.linalg.eigvalsh(np.einsum("bthd,bthe->hde", direction, direction)).max()
+    call.update(direction=direction, lambda0=largest / (condition - 1))
+    return jax.tree.map(lambda x: np.asarray(x, np.float32).astype(np.float64), call)
+
+
+@functools.lru_cache(None)
+def expected_ill_conditioned():
+    call = ill_conditioned()
+    cotangents = draw_cotangents(call)
+    return call, cotangents, oracle_value_and_gradients(call, cotangents)
+
+
+@pytest.mark.slow
+def test_float32_long_and_ill_conditioned(implementation):
+    call, cotangents, reference = expected_ill_conditioned()
+    run = value_and_pullback(implementation=implementation)
+    primals, gradients = run(*cast((*split_call(call), cotangents), jnp.float32))
+    assert primals[0].dtype == jnp.float32
+    assert_matches(
+        primals, gradients, reference, tolerances.FLOAT32, tolerances.FLOAT32_GRADIENT
+    )
+
+
+def test_bfloat16(implementation):
+    case = Case(2, 100, 2, 2, 16, 32, segments="random")
+    call = draw(case)
+    rounded = {n: np.asarray(cast(call[n], jnp.bfloat16)) for n in ("query", "key", "value")}
+    rounded["direction"] = np.asarray(cast(call["direction"], jnp.bfloat16))
+    call = {**call, **{n: x.astype(np.float64) for n, x in rounded.items()}}
+    cotangents = draw_cotangents(call)
+    (out, state), expected_gradients = oracle_value_and_gradients(call, cotangents)
+
+    inputs, rest = split_call(call)
+    inputs = {n: x if n == "lambda0" else cast(x, jnp.bfloat16) for n, x in inputs.items()}
+    run = value_and_pullback(implementation=implementation)
+    cotangents = (cast(cotangents[0], jnp.bfloat16), cast(cotangents[1], jnp.float32))
+    primals, gradients = run(cast({"lambda0": 0.1}, jnp.float32) | inputs, rest, cotangents)
+    assert primals[0].dtype == jnp.bfloat16
+    assert all(x.dtype == jnp.float32 for x in primals[1])
+    assert_rms_close(primals[0], out, tolerances.BFLOAT16_RMS, "out")
+    for name, x, y in zip(STATE, primals[1], state, strict=True):
+        assert_rms_close(x, y, tolerances.BFLOAT16_RMS, name)
+    for name, x in gradients.items():
+        if name != "lambda0":
+            assert x.dtype == jnp.bfloat16, name
+        assert_rms_close(x, expected_gradients[name], tolerances.BFLOAT16_RMS, name)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3, 16, 64])
+def test_chunk_size_does_not_matter(chunk_size, fast_implementation, x64):
+    call, _, (values, _) = expected(SMALL)
+    inputs, rest = split_call(call)
+    run = jax.jit(
+        functools.partial(attention, chunk_size=chunk_size, implementation=fast_implementation)
+    )
+    out, state = run(inputs, rest)
+    assert_close(out, values[0], tolerances.FLOAT64)
+    jax.tree.map(lambda x, y: assert_close(x, y, tolerances.FLOAT64), state, values[1])
+
+
+@pytest.mark.parametrize("split", [(1, 21), (16, 6), (5, 16, 1)], ids=str)
+def test_split_and_resume(split, implementation, x64):
+    """Split anywhere, resume, compare; a segment may span the split."""
+    call, _, _ = expected(SMALL)
+    whole_inputs, rest = split_call(call)
+    run = jax.jit(functools.partial(attention, chunk_size=4, implementation=implementation))
+    whole_out, whole_state = run(whole_inputs, rest)
+    inputs, outs, start = dict(whole_inputs), [], 0
+    for size in split:
+        stop = start + size
+        part = {n: x if n in (*STATE, "lambda0") else x[:, start:stop] for n, x in inputs.items()}
+        if start and (call["segment_ids"][:, start] != call["segment_ids"][:, start - 1]).any():
+            # The initial state belongs to the segment that runs on: drop it where a new one starts.
+            fresh = call["segment_ids"][:, start] != call["segment_ids"][:, start - 1]
+            for n in STATE:
+                part[n] = jnp.where(fresh.reshape(-1, *[1] * (part[n].ndim - 1)), 0, part[n])
+        out, state = run(part, {"segment_ids": rest["segment_ids"][:, start:stop]})
+        inputs.update(zip(STATE, state, strict=True))
+        outs.append(out)
+        start = stop
+    assert_close(jnp.concatenate(outs, 1), whole_out, tolerances.FLOAT64)
+    for name, x, y in zip(STATE, state, whole_state, strict=True):
+        assert_close(x, y, tolerances.FLOAT64, name)
+
+
+@pytest.mark.parametrize("write_gain", vla_jax.types.WRITE_GAINS)
+@pytest.mark.parametrize("direction", ["learned", "key"])
+def test_step_equals_attention(write_gain, direction, x64):
+    case = dataclasses.replace(SMALL, segments=None, write_gain=write_gain, direction=direction)
+    call, _, (values, _) = expected(case)
+
+    @jax.jit
+    def decode(tokens, state, lambda0):
+        def body(state, token):
+            out, state = vla_jax.vla_step(
+                token["query"],
+                token["key"],
+                token["value"],
+                token.get("direction"),
+                state,
+                lambda0=lambda0,
+                write_gain=write_gain,
+            )
+            return state, out
+
+        return jax.lax.scan(body, state, tokens)
+
+    tokens = {
+        n: np.moveaxis(call[n], 1, 0)
+        for n in ("query", "key", "value", "direction")
+        if call[n] is not None
+    }
+    fresh = vla_jax.init_state(2, 2, 5, 4)
+    start = dataclasses.replace(
+        jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), fresh),
+        **dict(zip(STATE, map(jnp.asarray, call["initial_state"]), strict=True)),
+    )
+    state, outs = decode(tokens, start, call["lambda0"])
+    assert_close(jnp.moveaxis(outs, 0, 1), values[0], tolerances.FLOAT64)
+    for name, y in zip(STATE, values[1], strict=True):
+        assert_close(getattr(state, name), y, tolerances.FLOAT64, name)
+
+
+def test_step_takes_the_state_of_attention(implementation, x64):
+    """Prefill with any implementation, then decode with gradients flowing through both."""
+    call, _, (values, _) = expected(dataclasses.replace(SMALL, segments=None))
+    inputs, _ = split_call(call)
+    prefix = {n: x if n in (*STATE, "lambda0") else x[:, :21] for n, x in inputs.items()}
+
+    @jax.jit
+    def run(inputs, prefix):
+        initial = vla_jax.VLAState(*(prefix[n] for n in STATE))
+        _, state = vla_jax.vla_attention(
+            *(prefix[n] for n in ("query", "key", "value", "direction")),
+            lambda0=inputs["lambda0"],
+            initial_state=initial,
+            implementation=implementation,
+            return_state=True,
+        )
+        token = [inputs[n][:, 21] for n in ("query", "key", "value", "direction")]
+        return vla_jax.vla_step(*token, state, lambda0=inputs["lambda0"])
+
+    out, state = run(inputs, prefix)
+    assert_close(out, values[0][:, 21], tolerances.FLOAT64)
+    for name, y in zip(STATE, values[1], strict=True):
+        assert_close(getattr(state, name), y, tolerances.FLOAT64, name)
+
+
+def test_gradient_through_steps(x64):
+    """Gradients through a few decode steps equal the oracle's."""
+    case = Case(2, 4, 2, 1, 4, 3, initial=True, per_head=True)
+    call, cotangents, (values, gradients) = expected(case)
+    inputs, _ = split_call(call)
+
+    @jax.jit
+    def run(inputs, cotangents):
+        def primal(inputs):
+            state, outs = vla_jax.VLAState(*(inputs[n] for n in STATE)), []
+            for t in range(4):
+                token = [inputs[n][:, t] for n in ("query", "key", "value", "direction")]
+                out, state = vla_jax.vla_step(*token, state, lambda0=inputs["lambda0"])
+                outs.append(out)
+            return jnp.stack(outs, 1), tuple(getattr(state, n) for n in STATE)
+
+        primals, pullback = jax.vjp(primal, inputs)
+        return primals, pullback(cotangents)[0]
+
+    assert_matches(*run(inputs, cotangents), (values, gradients), tolerances.FLOAT64)
+
+
+def test_fresh_state_is_no_state(implementation):
+    call = draw(Case(2, 17, 2, 1, 5, 4))
+    inputs, rest = cast(split_call(call), jnp.float32)
+    run = functools.partial(vla_jax.vla_attention, **inputs, implementation=implementation)
+    state = vla_jax.init_state(2, 2, 5, 4)
+    assert all(x.dtype == jnp.float32 and not x.any() for x in (state.memory, state.penalty))
+    np.testing.assert_array_equal(run(initial_state=state), run())
+
+
+def test_default_implementation_and_eager():
+    """implementation=None works eagerly and under jit, without a state returned."""
+    call = draw(Case(1, 17, 2, 2, 5, 4))
+    inputs, _ = cast(split_call(call), jnp.float32)
+    out = vla_jax.vla_attention(**inputs)
+    assert out.shape == (1, 17, 4, 4)
+    assert_close(out, oracle.attention(**call)[0], tolerances.REORDERED32)
+    assert_close(jax.jit(vla_jax.vla_attention)(**inputs), out, tolerances.REORDERED32)
+
+
+def test_under_scan_over_layers(fast_implementation, x64):
+    """Stacked under lax.scan with remat inside: values and gradients as unrolled."""
+    call = draw(Case(1, 17, 1, 1, 4, 4))
+    inputs, _ = split_call(call)
+    lambda0 = jnp.asarray([0.1, 0.5])
+
+    @jax.remat
+    def layer(x, lambda0):
+        key = jnp.exp(x)
+        return x + vla_jax.vla_attention(
+            key, key, x, lambda0=lambda0, implementation=fast_implementation, chunk_size=8
+        )
+
+    def scanned(x, lambda0):
+        return jax.lax.scan(lambda x, p: (layer(x, p), None), x, lambda0)[0].sum()
+
+    def unrolled(x, lambda0):
+        return layer(layer(x, lambda0[0]), lambda0[1]).sum()
+
+    x = inputs["value"]
+    actual = jax.jit(jax.value_and_grad(scanned, (0, 1)))(x, lambda0)
+    wanted = jax.jit(jax.value_and_grad(unrolled, (0, 1)))(x, lambda0)
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerances.FLOAT64), actual, wanted)

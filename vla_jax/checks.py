@@ -1,0 +1,96 @@
+"""Value checks of the invariants, through chex.
+
+Shapes, ranks and dtypes are checked elsewhere, always and statically (``validation``). What is here
+looks at values and therefore costs a reduction and, under jit, needs ``chex.chexify``.
+"""
+
+from __future__ import annotations
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from vla_jax import numerics
+from vla_jax.types import Array, DTypeLike
+
+
+def unit_norm_tolerance(dtype: DTypeLike) -> float:
+    """How far from 1 the length of a unit vector of ``dtype`` may lie.
+
+    Rounding every entry changes a length by at most ``eps / 2``. A 16-bit vector is normalised in
+    float32 and rounded once, so ``eps`` (0.8 % in bfloat16) leaves a factor of two. A float32 or
+    float64 vector also carries the error of its own sum of D squares, which grows like ``√D · eps``
+    at random and is bounded by ``D / 2 · eps``: ``64 eps`` (7.6e-6 in float32) covers the bound up
+    to D = 128 and the typical error up to D = 4000.
+    """
+    info = jnp.finfo(dtype)
+    return float(info.eps) * (1 if info.bits <= 16 else 64)
+
+
+def assert_unit_norm(x: Array, axis: int = -1, *, name: str = "x") -> None:
+    """Asserts that every vector of ``x`` along ``axis`` has unit length or is exactly zero.
+
+    Works on concrete arrays, and on traced ones (under ``jit``, ``grad``, ``scan``) inside a
+    function wrapped in ``chex.chexify``::
+
+        checked = chex.chexify(jax.jit(f), async_check=False)
+
+    Without that wrapper chex refuses to trace a value check and raises RuntimeError. A vector with
+    a NaN or an infinity fails, and so does one so small that its length underflows: only exact
+    zeros count as zero.
+
+    Args:
+      x: any shape, floating point.
+      axis: the axis of the vectors.
+      name: what to call ``x`` in the message.
+
+    Raises:
+      AssertionError: if a length differs from 1 by more than ``unit_norm_tolerance(x.dtype)``.
+      RuntimeError: if ``x`` is traced outside ``chex.chexify``.
+      TypeError: if ``x`` is not floating point.
+
+    The invariant ``‖k̂‖ = ‖α̂‖ = 1`` is that of equation (3) in ``docs/derivation.md``.
+    """
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point array, got dtype {x.dtype}")
+    if x.size == 0:
+        return
+    tolerance = unit_norm_tolerance(x.dtype)
+    wide = jax.lax.stop_gradient(x).astype(numerics.accumulator_dtype(x.dtype))
+    length = jnp.sqrt(jnp.sum(wide * wide, axis=axis)).ravel()
+    target = jnp.any(wide != 0, axis=axis).ravel().astype(length.dtype)
+    worst = jnp.argmax(jnp.abs(length - target))  # a NaN counts as the largest
+    chex.assert_trees_all_close(
+        length[worst],
+        target[worst],
+        rtol=0.0,
+        atol=tolerance,
+        custom_message=f"{name} must have unit length (within {tolerance:.1e}) or be exactly zero "
+        f"along axis {axis}: this is the length farthest from it",
+    )
+
+
+def assert_unit_key_and_gain(unit_key: Array, gain: Array) -> None:
+    """Asserts that ``k̂`` and ``α̂`` have unit length or are exactly zero, and agree on which.
+
+    Where ``k̂`` is zero the token is absent and ``α̂`` must be zero too, or it would write.
+
+    Args:
+      unit_key: ``k̂``, ``[..., D]``.
+      gain: ``α̂ = α / ‖α‖``, ``[..., D]``.
+
+    Raises:
+      AssertionError, RuntimeError, TypeError: as ``assert_unit_norm``, under the same conditions.
+    """
+    assert_unit_norm(unit_key, name="the unit key")
+    assert_unit_norm(gain, name="the unit write direction")
+    absent = jnp.all(unit_key == 0, axis=-1, keepdims=True)
+    leak = jnp.max(jnp.where(absent, jnp.abs(jax.lax.stop_gradient(gain)), 0), initial=0)
+    chex.assert_trees_all_close(
+        leak,
+        jnp.zeros_like(leak),
+        rtol=0.0,
+        atol=0.0,
+        custom_message="the unit write direction must be zero where the unit key is",
+    )

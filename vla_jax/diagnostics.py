@@ -1,0 +1,240 @@
+"""What the recurrence does inside: state norms, step Jacobians, conditioning, drift.
+
+Pure functions of arrays, for notebooks and tests; none is needed to run the model. ``c`` is the
+alignment ``k̂·α̂`` of the unit key and the unit write direction throughout.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import numerics, primitives, validation
+from vla_jax.types import WRITE_GAINS, Array, ArrayLike, Implementation, VLAState, WriteGain
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+# --- one step: J = I − k̂ α̂ᵀ, by which S is multiplied from the right ----------------------------
+
+
+def alignment(unit_key: Array, gain: Array) -> Array:
+    """``c = k̂·α̂`` over the last axis: ``[..., D]``, ``[..., D]`` to ``[...]``.
+
+    ``c`` is at least ``2√κ / (1 + κ)`` for ``α = A k̂`` with a positive definite ``A`` of condition
+    number ``κ``, and 1 when ``α̂ = k̂``.
+    """
+    unit_key, gain = _pair(unit_key, gain)
+    return jnp.sum(unit_key * gain, axis=-1)
+
+
+def step_jacobian_norm(unit_key: Array, gain: Array) -> Array:
+    """Spectral norm of ``I − k̂ α̂ᵀ`` by singular value decomposition.
+
+    Args:
+      unit_key, gain: ``[..., D]``; any two vectors.
+
+    Returns:
+      ``[...]``, the largest singular value. ``closed_form_norm`` of their alignment is the same for
+      unit vectors and D >= 2; a zero ``gain`` gives 1.
+    """
+    return jnp.linalg.norm(_jacobian(unit_key, gain), ord=2, axis=(-2, -1))
+
+
+def step_jacobian_radius(unit_key: Array, gain: Array) -> Array:
+    """Spectral radius of ``I − k̂ α̂ᵀ`` by its eigenvalues.
+
+    Args:
+      unit_key, gain: ``[..., D]``; any two vectors.
+
+    Returns:
+      ``[...]``, the largest modulus of an eigenvalue; ``closed_form_radius`` of their alignment is
+      the same for D >= 2. The eigenvalues of a matrix that is not symmetric are computed where JAX
+      supports it: on the CPU and, lately, on NVIDIA GPUs.
+    """
+    return jnp.max(jnp.abs(jnp.linalg.eigvals(_jacobian(unit_key, gain))), axis=-1)
+
+
+def closed_form_norm(c: ArrayLike) -> Array:
+    """Spectral norm of one step from the alignment: ``(√(5 − 4c) + 1) / 2``, for D >= 2.
+
+    The singular values of ``I − k̂ α̂ᵀ`` with unit vectors are 1 (D − 2 times) and
+    ``(√(5 − 4c) ± 1) / 2``: the norm is 1 only for ``c = 1``, below 1.618 for ``c > 0``.
+    """
+    return (jnp.sqrt(5 - 4 * jnp.asarray(c)) + 1) / 2
+
+
+def closed_form_radius(c: ArrayLike) -> Array:
+    """Spectral radius of one step from the alignment: ``max(1, |1 − c|)``, for D >= 2.
+
+    The eigenvalues are 1 (D − 1 times) and ``1 − c``; for ``c`` in ``[0, 2]`` the radius is 1.
+    """
+    return jnp.maximum(1, jnp.abs(1 - jnp.asarray(c)))
+
+
+def _pair(unit_key: Any, gain: Any) -> tuple[Array, Array]:
+    unit_key, gain = jnp.asarray(unit_key), jnp.asarray(gain)
+    if unit_key.shape != gain.shape or not unit_key.ndim:
+        raise ValueError(
+            "unit_key and gain must have one shape [..., D], got "
+            f"{list(unit_key.shape)} and {list(gain.shape)}"
+        )
+    dtype = numerics.accumulator_dtype(unit_key.dtype, gain.dtype)
+    return unit_key.astype(dtype), gain.astype(dtype)
+
+
+def _jacobian(unit_key: Any, gain: Any) -> Array:
+    unit_key, gain = _pair(unit_key, gain)
+    identity = jnp.eye(unit_key.shape[-1], dtype=unit_key.dtype)
+    return identity - unit_key[..., :, None] * gain[..., None, :]
+
+
+# --- the penalty -------------------------------------------------------------------------------
+
+
+def _regularised(penalty: Array, lambda0: ArrayLike) -> Array:
+    """``M = λ₀ I + penalty`` from ``[B, H, D, D]`` and a scalar or ``[H]``."""
+    penalty = validation.array("penalty", penalty, (None,) * 4, "[B, H, D, D]")
+    dim, dtype = penalty.shape[-1], numerics.accumulator_dtype(penalty.dtype)
+    weight = validation.lambda0(lambda0, penalty.shape[1], dtype)[:, None, None]
+    return numerics.symmetrize(penalty.astype(dtype)) + weight * jnp.eye(dim, dtype=dtype)
+
+
+def penalty_condition_number(penalty: Array, *, lambda0: ArrayLike = 0.1) -> Array:
+    """Condition number of ``M = λ₀ I + Σ u uᵀ``, the amplification of rounding in the solve.
+
+    Args:
+      penalty: ``[B, H, D, D]``, ``VLAState.penalty`` (without the ``lambda0`` term).
+      lambda0: scalar or ``[H]``.
+
+    Returns:
+      ``[B, H]``, at most ``(λ₀ + T / D) / λ₀`` for directions of length ``1/√D``.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    eigenvalues = jnp.linalg.eigvalsh(_regularised(penalty, lambda0))
+    return eigenvalues[..., -1] / eigenvalues[..., 0]
+
+
+def inverse_drift(inverse: Array, penalty: Array, *, lambda0: ArrayLike = 0.1) -> Array:
+    """How far an inverse kept by rank-one updates has drifted from the inverse of the penalty.
+
+    Args:
+      inverse: ``[B, H, D, D]``, for instance ``VLAState.inverse`` after many steps.
+      penalty: ``[B, H, D, D]``, without the ``lambda0`` term.
+      lambda0: scalar or ``[H]``.
+
+    Returns:
+      ``[B, H]``: ``‖inverse − M⁻¹‖ / ‖M⁻¹‖`` (Frobenius), with ``M⁻¹`` computed directly in float32
+      (float64 if an argument is float64, which is what shows a float32 drift of 1e-6).
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    inverse = validation.array("inverse", inverse, jnp.shape(penalty), "[B, H, D, D]")
+    penalty = jnp.asarray(penalty).astype(
+        numerics.accumulator_dtype(inverse.dtype, jnp.asarray(penalty).dtype)
+    )
+    direct = numerics.positive_definite_inverse(_regularised(penalty, lambda0))
+    difference = inverse.astype(direct.dtype) - direct
+    return jnp.linalg.norm(difference, axis=(-2, -1)) / jnp.linalg.norm(direct, axis=(-2, -1))
+
+
+# --- the memory --------------------------------------------------------------------------------
+
+
+def lyapunov(state: VLAState, *, lambda0: ArrayLike = 0.1) -> Array:
+    """``tr(S M Sᵀ)`` with ``M = λ₀ I + penalty``, the function that a step with zero value lowers.
+
+    With ``M`` fixed, ``S ← S (I − k̂ α̂ᵀ)`` lowers it by exactly ``‖S k̂‖² (2 − c) / ‖A k̂‖``.
+
+    Args:
+      state: ``memory [B, H, D, E]`` (``Sᵀ``) and ``penalty [B, H, D, D]`` are used.
+      lambda0: scalar or ``[H]``.
+
+    Returns:
+      ``[B, H]``, not negative.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    matrix = _regularised(state.penalty, lambda0)
+    memory = validation.array("memory", state.memory, (*matrix.shape[:3], None), "[B, H, D, E]")
+    return jnp.einsum("bhde,bhdf,bhfe->bh", memory, matrix, memory, precision=_HIGHEST)
+
+
+def state_norm(
+    key: Array,
+    value: Array,
+    direction: Array | None = None,
+    *,
+    lambda0: ArrayLike = 0.1,
+    initial_state: VLAState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    write_gain: WriteGain = "unit",
+    implementation: Implementation | None = None,
+) -> Array:
+    """Frobenius norm of the memory after every token.
+
+    One pass over T that carries one memory ``[B, H, D, E]`` and keeps none: nothing of size
+    ``T · D · E`` exists, so T = 10⁵ is no trouble.
+
+    Args:
+      key: ``[B, T, H, D]``; value: ``[B, T, H, E]``; direction: ``[B, T, H, D]`` or None for
+        ``k̂ / √D``: as in ``vla_jax.vla_attention``, as are the others.
+
+    Returns:
+      ``‖S_t‖``, ``[B, T, H]``, float32 (float64 with float64 inputs).
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
+    batch, length, heads, dim = key.shape
+    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
+    if direction is not None:
+        direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
+    validation.choice("write_gain", write_gain, WRITE_GAINS)
+    segment_ids = validation.segment_ids(segment_ids, batch, length)
+    mask = validation.mask(mask, batch, length)
+    dtype = numerics.accumulator_dtype(key.dtype, value.dtype)
+    state = validation.state(
+        initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
+    )
+    unit_key = numerics.normalize(key.astype(dtype))
+    u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype)) if direction is None else direction
+    if mask is not None:
+        present = mask[..., None, None]
+        unit_key, value, u = (jnp.where(present, x, 0) for x in (unit_key, value, u))
+    solution, _ = primitives.penalty_solve(
+        unit_key,
+        u.astype(dtype),
+        lambda0=lambda0,
+        initial_penalty=state.penalty,
+        segment_ids=segment_ids,
+        implementation=implementation,
+    )
+    write_key = numerics.apply_write_gain(solution, unit_key, write_gain)
+    restart = jnp.zeros((batch, length), bool)
+    if segment_ids is not None:
+        restart = restart.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
+    return _norms(unit_key, write_key, value.astype(dtype), restart, state.memory)
+
+
+@functools.partial(jax.jit, inline=True)
+def _norms(unit_key, write_key, value, restart, memory):
+    def step(memory, token):
+        k, a, v, start = token
+        memory = jnp.where(start[:, None, None, None], 0, memory)
+        residual = v - jnp.einsum("bhde,bhd->bhe", memory, k, precision=_HIGHEST)
+        memory = memory + a[..., :, None] * residual[..., None, :]
+        return memory, jnp.sqrt(jnp.sum(memory * memory, axis=(-2, -1)))
+
+    tokens = (jnp.moveaxis(x, 1, 0) for x in (unit_key, write_key, value, restart))
+    _, norms = jax.lax.scan(step, memory, tuple(tokens))
+    return jnp.moveaxis(norms, 0, 1)

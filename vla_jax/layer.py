@@ -1,0 +1,594 @@
+"""The attention layer as plain functions of a configuration, parameters and inputs.
+
+The Flax layers in ``nnx`` and ``linen`` are views of this module: names, shapes, initial values and
+the computation are defined here, once.
+
+    x ── q_proj ──┐                  ┌── φ ── query ─────────────┐
+    x ── k_proj ──┼── [short_conv] ──┼── φ ── key ───────────────┼── vla_attention ── norm ── o_proj
+    x ── v_proj ──┘                  │   └─ (raw) u_proj ── u ───┤
+                                     └── value ──────────────────┘
+
+φ is ``elu + 1``; the penalty direction ``u`` is a map of the *raw* key, scaled to length ``1/√D``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vla_jax import checks, numerics, ops, primitives, validation
+from vla_jax.types import (
+    READOUTS,
+    WRITE_GAINS,
+    Array,
+    DTypeLike,
+    Implementation,
+    PrecisionLike,
+    Readout,
+    VLAState,
+    WriteGain,
+)
+
+DIRECTIONS = ("learned", "key")
+OUTPUT_NORMS = ("layer", "rms_per_head", None)
+
+Initializer = Callable[..., Array]
+Parameters = Mapping[str, Mapping[str, Array]]
+
+default_kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+default_bias_init: Initializer = jax.nn.initializers.zeros
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerState:
+    """What a layer carries from token to token; a pytree of arrays of constant size.
+
+    Attributes:
+      vla: the memory of the recurrence.
+      conv: ``[B, short_conv - 1, channels]``, the last projected tokens (query, key and value
+        concatenated) that the short convolution still sees, oldest first, zeros before the
+        sequence began; float32. None without a short convolution.
+    """
+
+    vla: VLAState
+    conv: Array | None = None
+
+    @property
+    def memory(self) -> Array:
+        """``vla.memory``, ``[B, H, D, E]``."""
+        return self.vla.memory
+
+    @property
+    def penalty(self) -> Array:
+        """``vla.penalty``, ``[B, H, D, D]``."""
+        return self.vla.penalty
+
+    @property
+    def key_sum(self) -> Array:
+        """``vla.key_sum``, ``[B, H, D]``."""
+        return self.vla.key_sum
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """Every option of the layer; the Flax layers take the same ones.
+
+    Attributes:
+      num_heads: query heads Hq.
+      in_features: size of the last axis of the input.
+      num_kv_heads: key/value heads H, a divisor of ``num_heads``; None for ``num_heads``.
+      head_dim: D; None for ``in_features / num_heads``.
+      value_dim: E; None for ``head_dim``.
+      out_features: size of the last axis of the output; None for ``in_features``.
+      lambda0: the initial penalty, a positive number or one for each key/value head.
+      learn_lambda0: whether ``lambda0`` is a parameter (its logarithm, one for each key/value head,
+        so it stays positive), which then starts from ``lambda0``.
+      direction: ``"learned"``, a map of the raw key, or ``"key"``, the unit key itself.
+      write_gain, readout: as in ``vla_jax.vla_attention``.
+      short_conv: width of a causal depthwise convolution of the projected query, key and value, or
+        None. It sees neither padding nor other segments.
+      output_norm: ``"layer"`` normalises the concatenated heads, ``"rms_per_head"`` each head by
+        its root mean square, None nothing. The ratio read-out fades with t: keep a norm with it.
+      norm_eps: added to the variance (the mean square) by the output norm.
+      use_bias: whether the projections and the layer norm have a bias (``u_proj`` never has).
+      dtype: of the computation; None for the common dtype of input and parameters. The state, every
+        normalisation and every factorisation are float32 whatever it is (float64 with float64).
+      param_dtype: of the parameters.
+      precision: of the matrix products, as in ``jax.lax``.
+      kernel_init, bias_init: initialisers. A kernel with several axes is drawn as the matrix
+        ``[in, out]`` that it is (``u_proj``: one matrix a head), so fans are right.
+      implementation: as in ``vla_jax.vla_attention``.
+      check_invariants: whether to assert that the unit key and the unit write direction have unit
+        length or are exactly zero (``vla_jax.checks``). Costs a second solve. Under jit the
+        function must be wrapped in ``chex.chexify``; without the wrapper chex refuses to trace.
+      logical_axes: whether the Flax layers annotate the parameters with logical axis names
+        (``"embed"``, ``"heads"``, ``"kv_heads"``, ``"head_dim"``) for partitioning.
+
+    Raises:
+      ValueError, TypeError: naming the option that is wrong.
+    """
+
+    num_heads: int
+    in_features: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    value_dim: int | None = None
+    out_features: int | None = None
+    lambda0: float | tuple[float, ...] = 0.1
+    learn_lambda0: bool = False
+    direction: Literal["learned", "key"] = "learned"
+    write_gain: WriteGain = "unit"
+    readout: Readout = "ratio"
+    short_conv: int | None = None
+    output_norm: Literal["layer", "rms_per_head"] | None = "layer"
+    norm_eps: float = 1e-5
+    use_bias: bool = True
+    dtype: DTypeLike = None
+    param_dtype: DTypeLike = jnp.float32
+    precision: PrecisionLike = None
+    kernel_init: Initializer = default_kernel_init
+    bias_init: Initializer = default_bias_init
+    implementation: Implementation | None = None
+    check_invariants: bool = False
+    logical_axes: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "in_features"):
+            validation.positive(name, getattr(self, name), integer=True)
+        if self.head_dim is None and self.in_features % self.num_heads:
+            raise ValueError(
+                f"in_features = {self.in_features} is not a multiple of num_heads = "
+                f"{self.num_heads}: give head_dim"
+            )
+        self._default("num_kv_heads", self.num_heads)
+        self._default("head_dim", self.in_features // self.num_heads)
+        self._default("value_dim", self.head_dim)
+        self._default("out_features", self.in_features)
+        for name in ("num_kv_heads", "head_dim", "value_dim", "out_features"):
+            validation.positive(name, getattr(self, name), integer=True)
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}"
+            )
+        if self.short_conv is not None:
+            validation.positive("short_conv", self.short_conv, integer=True)
+        validation.choice("direction", self.direction, DIRECTIONS)
+        validation.choice("write_gain", self.write_gain, WRITE_GAINS)
+        validation.choice("readout", self.readout, READOUTS)
+        validation.choice("output_norm", self.output_norm, OUTPUT_NORMS)
+        validation.positive("norm_eps", self.norm_eps)
+        for name in ("learn_lambda0", "use_bias", "check_invariants", "logical_axes"):
+            if not isinstance(getattr(self, name), bool | np.bool_):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        for name in ("kernel_init", "bias_init"):
+            if not callable(getattr(self, name)):
+                raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
+        for name, dtype in (("dtype", self.dtype), ("param_dtype", self.param_dtype)):
+            if dtype is None and name == "dtype":
+                continue
+            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+                raise TypeError(f"{name} must be a floating-point dtype, got {dtype!r}")
+        if self.implementation is not None:
+            validation.choice("implementation", self.implementation, primitives.IMPLEMENTATIONS)
+        validation.lambda0(self.lambda0, self.num_kv_heads, jnp.float32)
+        if np.ndim(self.lambda0):  # hashable, so that a configuration can be a static argument
+            object.__setattr__(self, "lambda0", tuple(float(x) for x in self.lambda0))
+        else:
+            object.__setattr__(self, "lambda0", float(self.lambda0))
+
+    def _default(self, name: str, value: int) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
+
+    @property
+    def channels(self) -> int:
+        """Projected query, key and value together: the channels of the short convolution."""
+        return self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+# --- parameters --------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """Shape, logical axis names and initialiser ``(key, dtype) -> array`` of one parameter."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Callable[[Array, DTypeLike], Array]
+
+
+def _parameter(
+    name: str, init: Initializer, rows: tuple[int, ...], columns: tuple[int, ...], axes: Any
+) -> Parameter:
+    """A parameter of shape ``rows + columns``, drawn as one matrix (without rows, one vector)."""
+    shape = rows + columns
+    drawn = (math.prod(rows), math.prod(columns)) if rows else (math.prod(columns),)
+
+    def draw(key, dtype):
+        value = init(key, drawn, dtype)
+        if not isinstance(value, jax.Array | np.ndarray):
+            raise TypeError(
+                f"{name} must return an array, got {type(value).__name__}: "
+                "use logical_axes=True to annotate parameters for partitioning"
+            )
+        return value.reshape(shape)
+
+    return Parameter(shape, axes, draw)
+
+
+def parameters(config: LayerConfig) -> dict[str, dict[str, Parameter]]:
+    """The parameters of the layer: ``{group: {name: Parameter}}``.
+
+    ========== ======================================================== ==========================
+    group      parameters                                               present
+    ========== ======================================================== ==========================
+    q_proj     kernel ``[in, Hq, D]``, bias ``[Hq, D]``                  always (bias: use_bias)
+    k_proj     kernel ``[in, H, D]``, bias ``[H, D]``                    always
+    v_proj     kernel ``[in, H, E]``, bias ``[H, E]``                    always
+    u_proj     kernel ``[H, D, D]``                                     direction="learned"
+    q_conv     kernel ``[width, Hq, D]``; k_conv and v_conv alike        short_conv
+    norm       scale ``[Hq, E]``, bias ``[Hq, E]``                       output_norm (bias: "layer")
+    o_proj     kernel ``[Hq, E, out]``, bias ``[out]``                   always
+    penalty    log_lambda0 ``[H]``                                      learn_lambda0
+    ========== ======================================================== ==========================
+    """
+    c = config
+    embed, dim = ("embed",), "head_dim"
+    query = ((c.num_heads, c.head_dim), ("heads", dim))
+    key = ((c.num_kv_heads, c.head_dim), ("kv_heads", dim))
+    value = ((c.num_kv_heads, c.value_dim), ("kv_heads", dim))
+    out = ((c.num_heads, c.value_dim), ("heads", dim))
+
+    def kernel(rows, columns):
+        return _parameter("kernel_init", c.kernel_init, rows[0], columns[0], rows[1] + columns[1])
+
+    def vector(init, columns, name="bias_init"):
+        return _parameter(name, init, (), *columns)
+
+    def dense(rows, columns):
+        group = {"kernel": kernel(rows, columns)}
+        return group | ({"bias": vector(c.bias_init, columns)} if c.use_bias else {})
+
+    source, target = ((c.in_features,), embed), ((c.out_features,), embed)
+    groups = {name: dense(source, to) for name, to in zip(_QKV, (query, key, value), strict=True)}
+    if c.direction == "learned":
+        one = _parameter("kernel_init", c.kernel_init, (c.head_dim,), (c.head_dim,), (None, dim))
+        groups["u_proj"] = {
+            "kernel": Parameter(
+                (c.num_kv_heads, *one.shape),
+                ("kv_heads", *one.axes),
+                lambda rng, dtype: jnp.stack(
+                    [one.init(r, dtype) for r in jax.random.split(rng, c.num_kv_heads)]
+                ),
+            )
+        }
+    if c.short_conv is not None:
+        width = ((c.short_conv,), (None,))
+        for name, to in zip(_CONVS, (query, key, value), strict=True):
+            groups[name] = {"kernel": kernel(width, to)}
+    if c.output_norm is not None:
+        groups["norm"] = {"scale": vector(jax.nn.initializers.ones, out)}
+        if c.output_norm == "layer" and c.use_bias:
+            groups["norm"]["bias"] = vector(c.bias_init, out)
+    groups["o_proj"] = dense(out, target)
+    if c.learn_lambda0:
+        log = np.log(np.broadcast_to(np.asarray(c.lambda0, np.float64), (c.num_kv_heads,)))
+        groups["penalty"] = {
+            "log_lambda0": Parameter(
+                (c.num_kv_heads,), ("kv_heads",), lambda _, dtype: jnp.asarray(log, dtype)
+            )
+        }
+    return groups
+
+
+_QKV = ("q_proj", "k_proj", "v_proj")
+_CONVS = ("q_conv", "k_conv", "v_conv")
+
+
+def init_parameters(config: LayerConfig, rng: Array) -> dict[str, dict[str, Array]]:
+    """Draws the parameters that ``parameters`` lists, without any framework."""
+    groups = parameters(config)
+    keys = iter(jax.random.split(rng, sum(map(len, groups.values()))))
+    return {
+        group: {name: p.init(next(keys), config.param_dtype) for name, p in members.items()}
+        for group, members in groups.items()
+    }
+
+
+def init_state(config: LayerConfig, batch_size: int) -> LayerState:
+    """The state of ``batch_size`` fresh sequences: all zeros, float32 (float64 in a float64 layer).
+
+    Raises:
+      TypeError, ValueError: if ``batch_size`` is not a positive integer.
+    """
+    dtype = numerics.accumulator_dtype(config.param_dtype if config.dtype is None else config.dtype)
+    vla = ops.init_state(
+        batch_size, config.num_kv_heads, config.head_dim, config.value_dim, dtype=dtype
+    )
+    if config.short_conv is None:
+        return LayerState(vla)
+    return LayerState(vla, jnp.zeros((batch_size, config.short_conv - 1, config.channels), dtype))
+
+
+# --- computation -------------------------------------------------------------------------------
+
+
+def _dense(config: LayerConfig, group: Mapping[str, Array], x: Array, num_inputs: int) -> Array:
+    """``x`` times a kernel over its last ``num_inputs`` axes, plus bias."""
+    kernel = group["kernel"].astype(x.dtype)
+    contracted = tuple(range(x.ndim - num_inputs, x.ndim)), tuple(range(num_inputs))
+    out = jax.lax.dot_general(x, kernel, (contracted, ((), ())), precision=config.precision)
+    return out + group["bias"].astype(x.dtype) if "bias" in group else out
+
+
+def _convolve(
+    tokens: Array, kernel: Array, cache: Array, mask: Array | None, segment_ids: Array | None
+) -> tuple[Array, Array]:
+    """Causal depthwise convolution: ``tokens [B, T, channels]``, ``kernel [width, channels]``.
+
+    A masked token is absent: valid tokens are moved together (a stable sort of the mask), convolved
+    and moved back. Tokens of other segments are not seen; ``cache`` belongs to the first segment.
+    Returns the result, wide, and the last ``width - 1`` valid tokens of the last segment.
+    """
+    batch, length, _ = tokens.shape
+    width = kernel.shape[0]
+    count, ids = jnp.full((batch, 1), length), segment_ids
+    if mask is not None:
+        count = jnp.sum(mask, axis=1, keepdims=True)
+        order = jnp.argsort(~mask, axis=1, stable=True)
+        tokens = jnp.take_along_axis(tokens, order[..., None], axis=1)
+        ids = None if ids is None else jnp.take_along_axis(ids, order, axis=1)
+    dtype = numerics.accumulator_dtype(tokens.dtype, cache.dtype)
+    history = jnp.concatenate([cache.astype(dtype), tokens.astype(dtype)], axis=1)
+    if ids is not None:
+        ids = jnp.pad(ids, ((0, 0), (width - 1, 0)))
+        ids = ids.at[:, : width - 1].set(segment_ids[:, :1])
+    kernel = kernel.astype(dtype)
+    out = jnp.zeros_like(tokens, dtype)
+    for tap in range(width):
+        seen = history[:, tap : tap + length]
+        if ids is not None:
+            same = ids[:, tap : tap + length] == ids[:, width - 1 :]
+            seen = jnp.where(same[..., None], seen, 0)
+        out = out + kernel[tap] * seen
+    last = count + jnp.arange(width - 1)
+    cache = jnp.take_along_axis(history, last[..., None], axis=1)
+    if ids is not None:
+        same = jnp.take_along_axis(ids, last, axis=1) == segment_ids[:, -1:]
+        cache = jnp.where(same[..., None], cache, 0)
+    if mask is not None:
+        out = jnp.take_along_axis(out, jnp.argsort(order, axis=1)[..., None], axis=1)
+    return out, cache
+
+
+def _attention_inputs(
+    config: LayerConfig,
+    params: Parameters,
+    x: Array,
+    cache: Array | None,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> tuple[Array, Array, Array, Array | None, Array | None]:
+    """``(query, key, value, direction, convolution cache)`` from ``x [B, T, in_features]``."""
+    projected = [_dense(config, params[name], x, 1) for name in _QKV]
+    if config.short_conv is not None:
+        shapes = [p.shape for p in projected]
+        kernel = jnp.concatenate(
+            [params[name]["kernel"].reshape(config.short_conv, -1) for name in _CONVS], axis=-1
+        )
+        tokens = jnp.concatenate([p.reshape(*x.shape[:2], -1) for p in projected], axis=-1)
+        out, cache = _convolve(tokens, kernel, cache, mask, segment_ids)
+        ends = np.cumsum([math.prod(s[2:]) for s in shapes])[:-1]
+        projected = [
+            part.reshape(shape).astype(x.dtype)
+            for part, shape in zip(jnp.split(out, ends, axis=-1), shapes, strict=True)
+        ]
+    query, key, value = projected
+    direction = None
+    if config.direction == "learned":
+        direction = jnp.einsum(
+            "bthd,hde->bthe",
+            key,
+            params["u_proj"]["kernel"].astype(key.dtype),
+            precision=config.precision,
+        )
+        wide = numerics.normalize(direction.astype(numerics.accumulator_dtype(key.dtype)))
+        direction = (wide / math.sqrt(config.head_dim)).astype(key.dtype)
+    return numerics.feature_map(query), numerics.feature_map(key), value, direction, cache
+
+
+def _output(config: LayerConfig, params: Parameters, out: Array) -> Array:
+    """Output norm and projection of ``out [..., Hq, E]``."""
+    if config.output_norm is not None:
+        group = params["norm"]
+        wide = out.astype(numerics.accumulator_dtype(out.dtype))
+        if config.output_norm == "layer":
+            wide = wide - jnp.mean(wide, axis=(-2, -1), keepdims=True)
+            square = jnp.mean(wide * wide, axis=(-2, -1), keepdims=True)
+        else:
+            square = jnp.mean(wide * wide, axis=-1, keepdims=True)
+        wide = wide * jax.lax.rsqrt(square + config.norm_eps) * group["scale"].astype(wide.dtype)
+        if "bias" in group:
+            wide = wide + group["bias"].astype(wide.dtype)
+        out = wide.astype(out.dtype)
+    return _dense(config, params["o_proj"], out, 2)
+
+
+def _lambda0(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any:
+    if config.learn_lambda0:
+        wide = numerics.accumulator_dtype(dtype)
+        return jnp.exp(params["penalty"]["log_lambda0"].astype(wide))
+    return np.asarray(config.lambda0)
+
+
+def _compute_dtype(config: LayerConfig, params: Parameters, x: Array) -> DTypeLike:
+    if config.dtype is not None:
+        return config.dtype
+    return jnp.result_type(x.dtype, params["q_proj"]["kernel"].dtype)
+
+
+def _check_state(config: LayerConfig, state: Any, name: str, batch: int) -> None:
+    if not isinstance(state, LayerState):
+        raise TypeError(
+            f"{name} must be the LayerState that init_state, step or an earlier call returned, "
+            f"got {type(state).__name__}"
+        )
+    validation.state(
+        state.vla,
+        f"{name}.vla",
+        batch,
+        config.num_kv_heads,
+        config.head_dim,
+        config.value_dim,
+        jnp.float32,
+    )
+    if config.short_conv is None:
+        if state.conv is not None:
+            raise ValueError(f"{name}.conv must be None in a layer without short_conv")
+        return
+    shape = (batch, config.short_conv - 1, config.channels)
+    if state.conv is None or state.conv.shape != shape:
+        found = None if state.conv is None else list(state.conv.shape)
+        raise ValueError(f"{name}.conv must have shape {list(shape)}, got {found}")
+
+
+def _check_invariants(
+    config: LayerConfig,
+    key: Array,
+    direction: Array | None,
+    lambda0: Any,
+    penalty: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+) -> None:
+    """Computes ``k̂`` and ``α̂`` as ``vla_attention`` does and asserts their lengths."""
+    key, direction, lambda0, penalty = jax.lax.stop_gradient((key, direction, lambda0, penalty))
+    unit_key = numerics.normalize(key.astype(numerics.accumulator_dtype(key.dtype)))
+    if direction is None:
+        direction = unit_key / math.sqrt(config.head_dim)
+    if mask is not None:
+        present = mask[..., None, None]
+        unit_key, direction = (jnp.where(present, y, 0) for y in (unit_key, direction))
+    solution, _ = primitives.penalty_solve(
+        unit_key,
+        direction.astype(unit_key.dtype),
+        lambda0=lambda0,
+        initial_penalty=penalty.astype(unit_key.dtype),
+        segment_ids=segment_ids,
+        implementation=config.implementation,
+    )
+    checks.assert_unit_key_and_gain(unit_key, numerics.normalize(solution))
+
+
+def apply(
+    config: LayerConfig,
+    params: Parameters,
+    x: Array,
+    *,
+    mask: Array | None = None,
+    segment_ids: Array | None = None,
+    initial_state: LayerState | None = None,
+    return_state: bool = False,
+) -> Any:
+    """The layer over whole sequences.
+
+    Args:
+      config: the options.
+      params: ``{group: {name: array}}`` as ``parameters`` lists them.
+      x: ``[B, T, in_features]``, floating point.
+      mask: ``[B, T]`` booleans, False for padding, anywhere: such a token is absent for the
+        convolution and the memory, whatever its input holds, and its output is 0.
+      segment_ids: ``[B, T]`` integers that do not decrease: where the id changes, the memory and
+        the convolution start afresh.
+      initial_state: the state to continue from; it belongs to the first segment.
+      return_state: whether to return the state after the last token as well.
+
+    Returns:
+      ``out [B, T, out_features]`` in ``config.dtype`` (None: the common dtype of ``x`` and the
+      parameters), or ``(out, state)``.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+      NotImplementedError: if ``config.implementation`` cannot serve here.
+    """
+    x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
+    batch, length, _ = x.shape
+    mask = validation.mask(mask, batch, length)
+    segment_ids = validation.segment_ids(segment_ids, batch, length)
+    if initial_state is not None:
+        _check_state(config, initial_state, "initial_state", batch)
+    state = init_state(config, batch) if initial_state is None else initial_state
+    x = x.astype(_compute_dtype(config, params, x))
+    if mask is not None:  # before anything is multiplied: padding may hold NaN
+        x = jnp.where(mask[..., None], x, 0)
+    query, key, value, direction, conv = _attention_inputs(
+        config, params, x, state.conv, mask, segment_ids
+    )
+    lambda0 = _lambda0(config, params, x.dtype)
+    if config.check_invariants:
+        _check_invariants(config, key, direction, lambda0, state.vla.penalty, mask, segment_ids)
+    out, vla = ops.vla_attention(
+        query,
+        key,
+        value,
+        direction,
+        lambda0=lambda0,
+        initial_state=state.vla,
+        segment_ids=segment_ids,
+        mask=mask,
+        write_gain=config.write_gain,
+        readout=config.readout,
+        implementation=config.implementation,
+        precision=config.precision,
+        return_state=True,
+    )
+    out = _output(config, params, out)
+    if mask is not None:
+        out = jnp.where(mask[..., None], out, 0)
+    return (out, LayerState(vla, conv)) if return_state else out
+
+
+def step(
+    config: LayerConfig, params: Parameters, x_t: Array, state: LayerState
+) -> tuple[Array, LayerState]:
+    """One token of ``apply``: for decoding, in time and memory that do not grow.
+
+    Args:
+      config, params: as in ``apply``.
+      x_t: ``[B, in_features]``.
+      state: what ``init_state``, ``apply`` or the previous step returned.
+
+    Returns:
+      ``(out [B, out_features], the new state)``.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    x_t = validation.array("x_t", x_t, (None, config.in_features), "[B, in_features]")
+    _check_state(config, state, "state", x_t.shape[0])
+    x = x_t.astype(_compute_dtype(config, params, x_t))[:, None]
+    query, key, value, direction, conv = _attention_inputs(
+        config, params, x, state.conv, None, None
+    )
+    lambda0 = _lambda0(config, params, x.dtype)
+    if config.check_invariants:
+        _check_invariants(config, key, direction, lambda0, state.vla.penalty, None, None)
+    out, vla = ops.vla_step(
+        query[:, 0],
+        key[:, 0],
+        value[:, 0],
+        None if direction is None else direction[:, 0],
+        state.vla,
+        lambda0=lambda0,
+        write_gain=config.write_gain,
+        readout=config.readout,
+    )
+    return _output(config, params, out), LayerState(vla, conv)

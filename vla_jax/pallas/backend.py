@@ -1,0 +1,208 @@
+"""The only file that knows Pallas back ends, compiler parameters, devices and versions of JAX.
+
+Kernels are lowered through Triton. ``VLA_JAX_PALLAS_INTERPRET=1`` in the environment runs them as
+ordinary XLA operations on any device: slow, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plt
+
+from vla_jax.types import Array, DTypeLike
+
+INTERPRET = "VLA_JAX_PALLAS_INTERPRET"
+MIN_COMPUTE_CAPABILITY = 8.0
+MAX_DIM = 256
+
+# Tile sizes and launch parameters: (device kind or None for any, primitive, largest D it is for).
+# The entry with the smallest sufficient D is used; ``params=`` of a primitive overrides it.
+TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {}
+
+
+def interpret() -> bool:
+    """Whether kernels run in Pallas' interpreter instead of being compiled."""
+    return os.environ.get(INTERPRET, "0") not in ("", "0")
+
+
+def _gpu():
+    """The GPU that arrays are placed on by default, or None."""
+    try:
+        device = jax.local_devices(backend="gpu")[0]
+    except RuntimeError:
+        return None
+    return device if "cuda" in getattr(device.client, "platform_version", "cuda").lower() else None
+
+
+def _reason_unavailable() -> str | None:
+    if interpret():
+        return None
+    gpu = _gpu()
+    if gpu is None:
+        return f"no NVIDIA GPU is visible to JAX (set {INTERPRET}=1 to interpret the kernels)"
+    capability = float(gpu.compute_capability)
+    if capability < MIN_COMPUTE_CAPABILITY:
+        return f"compute capability {capability} is older than {MIN_COMPUTE_CAPABILITY}"
+    return None
+
+
+def is_available() -> bool:
+    """Whether the kernels can run here: an NVIDIA GPU from Ampere on, or interpret mode."""
+    return _reason_unavailable() is None
+
+
+def require(primitive: str, dtypes: tuple[DTypeLike, ...] = (), dims: tuple[int, ...] = ()) -> None:
+    """Raises NotImplementedError, saying why, where the kernels of ``primitive`` cannot run."""
+    reason = _reason_unavailable()
+    for dtype in dtypes:
+        if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
+            reason = f"inputs are {jnp.dtype(dtype).name}; float32, bfloat16 and float16 are served"
+    if max(dims, default=1) > MAX_DIM:
+        reason = f"a head dimension of {max(dims)} is above {MAX_DIM}"
+    if reason is not None:
+        raise NotImplementedError(f"the Pallas kernels of {primitive} cannot run: {reason}")
+
+
+def parameters(primitive: str, dim: int, overrides: Mapping[str, Any] | None = None) -> dict:
+    """The table's entry for this primitive, head dimension and the present device."""
+    gpu = _gpu()
+    for kind in (getattr(gpu, "device_kind", None), None):
+        fits = [d for k, p, d in TABLE if k == kind and p == primitive and d >= dim]
+        if fits:
+            return {**TABLE[kind, primitive, min(fits)], **(overrides or {})}
+    raise NotImplementedError(f"no parameters of {primitive} for a head dimension of {dim}")
+
+
+# --- calling -----------------------------------------------------------------------------------
+
+
+def _quiet_params() -> type:
+    """Triton compiler parameters whose lowering does not repeat JAX's deprecation notice.
+
+    Newer versions of JAX warn at each lowering that the Triton back end of Pallas is to go. That is
+    for this file to know and not for its users; only the lowering of these parameters is silenced.
+    """
+    try:
+        from jax._src.pallas import core
+        from jax._src.pallas.triton.pallas_call_registration import pallas_call_lowering
+
+        class QuietParams(plt.CompilerParams):
+            pass
+
+        def lowering(*args, **kwargs):
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The Pallas Triton backend")
+                return pallas_call_lowering(*args, **kwargs)
+
+        core.register_lowering_rule(QuietParams, lowering, "gpu")
+        return QuietParams
+    except (ImportError, AttributeError, TypeError):
+        return plt.CompilerParams
+
+
+_CompilerParams = _quiet_params()
+
+
+def call(
+    kernel: Callable,
+    *,
+    grid: tuple[int, ...],
+    in_specs,
+    out_specs,
+    out_shape,
+    num_warps: int,
+    num_stages: int,
+    name: str,
+    cost_estimate=None,
+    input_output_aliases: Mapping[int, int] | None = None,
+) -> Callable:
+    """``pl.pallas_call`` through Triton, or through the interpreter."""
+    if len(grid) > 3 or max(grid[1:], default=1) > 65535:
+        raise NotImplementedError(f"{name}: grid {grid} does not fit a launch")
+    kernel.__name__ = name  # what profilers show
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        out_shape=out_shape,
+        input_output_aliases=dict(input_output_aliases or {}),
+        compiler_params=_CompilerParams(num_warps=num_warps, num_stages=num_stages),
+        interpret=interpret(),
+        cost_estimate=cost_estimate,
+        name=name,
+    )
+
+
+def whole(*arrays) -> list[pl.BlockSpec]:
+    """One spec an array: the kernel gets the whole array and indexes it itself."""
+    return [pl.BlockSpec(x.shape, lambda *_, rank=len(x.shape): (0,) * rank) for x in arrays]
+
+
+# --- inside kernels ----------------------------------------------------------------------------
+
+
+def dot_mode(dtype: DTypeLike, precision=None, *, wide: bool) -> str:
+    """The ``mode`` of ``dot`` for inputs of ``dtype``.
+
+    ``wide`` is for operands held in float32 whatever the inputs are (the solve); otherwise 16-bit
+    inputs multiply as they are. float32 inputs, and ``precision="highest"``, get products that are
+    accurate to float32.
+    """
+    if isinstance(precision, tuple):
+        precision = max(precision, key=lambda p: _precision(p).value)
+    if jnp.dtype(dtype) == jnp.float32:
+        asked = jax.lax.Precision.HIGHEST if precision is None else _precision(precision)
+        return "tf32" if asked == jax.lax.Precision.DEFAULT else "tf32x3"
+    if precision is not None and _precision(precision) == jax.lax.Precision.HIGHEST:
+        return "tf32x3"
+    return "tf32" if wide else "input"
+
+
+def _precision(name) -> jax.lax.Precision:
+    return jax.lax.Precision(name) if not isinstance(name, jax.lax.Precision) else name
+
+
+def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool = False) -> Array:
+    """``a @ b`` accumulated in float32; sides are powers of two, at least 16.
+
+    Modes: ``"tf32"`` one pass on operands of 11 bits, ``"tf32x3"`` three passes, accurate to
+    float32, ``"input"`` operands as they are (of one dtype; float32 operands mean ``"tf32x3"``).
+    """
+    if mode == "input" and a.dtype == b.dtype and a.dtype.itemsize == 2:
+        precision = None
+    else:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        if interpret():
+            precision = jax.lax.Precision.HIGHEST
+        elif mode == "tf32":
+            precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32
+        else:
+            precision = jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+    contract = (((0 if trans_a else 1,), (1 if trans_b else 0,)), ((), ()))
+    return jax.lax.dot_general(
+        a, b, contract, precision=precision, preferred_element_type=jnp.float32
+    )
+
+
+def loop(count, body: Callable, init):
+    """``fori_loop`` from 0 to ``count`` whose counter is int32 under any JAX configuration."""
+    return jax.lax.fori_loop(np.int32(0), jnp.asarray(count, jnp.int32), body, init)
+
+
+def iota(shape: tuple[int, ...], axis: int) -> Array:
+    """int32 indices along ``axis``."""
+    return jax.lax.broadcasted_iota(jnp.int32, shape, axis)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The smallest power of two that is at least ``n`` and ``least``."""
+    return max(least, 1 << (n - 1).bit_length())

@@ -1,0 +1,290 @@
+"""Compares every implementation with the reference on this machine: ``python -m vla_jax.selftest``.
+
+A new GPU or compiler may give right values and wrong gradients. This runs each implementation that
+can serve here over a few shapes and dtypes, compares the output, the returned state and the
+gradient of every input with those of ``implementation="reference"`` (token by token, differentiated
+by JAX), prints a table and says which implementation is safe. The exit status is 1 if the
+implementation that ``implementation=None`` chooses is wrong, 0 otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vla_jax import numerics, ops, primitives
+from vla_jax.types import Array, VLAState
+
+# Relative root mean square differences (values, gradients). float32: two orders of the same sums,
+# amplified by a condition number of some tens. bfloat16: operands of the memory's products are
+# rounded (2^-9 each) where the reference keeps float32, once in the forward and again in the
+# backward.
+TOLERANCES = {"float32": (1e-4, 5e-4), "bfloat16": (3e-2, 6e-2)}
+
+ABSENT = "not available here"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call.
+
+    Attributes:
+      name: for the table.
+      shape: B, T, Hq, H, D, E.
+      direction: "random" (length 1/√D), "key" (None, that is k̂/√D), or "unit key" (k̂ itself).
+      packed: whether there are a mask, segments and an initial state.
+      write_gain, readout: as in ``vla_attention``.
+    """
+
+    name: str
+    shape: tuple[int, int, int, int, int, int]
+    direction: str = "random"
+    packed: bool = False
+    write_gain: str = "unit"
+    readout: str = "ratio"
+
+
+CASES = (
+    Case("odd sizes", (2, 17, 2, 2, 8, 5)),
+    Case("grouped, packed", (2, 130, 4, 2, 32, 48), packed=True),
+    Case("projection", (1, 129, 2, 2, 64, 64), "key", write_gain="projection", readout="none"),
+    Case("rls, packed", (1, 100, 2, 2, 16, 32), "unit key", True, "rls", "none"),
+    Case("large heads", (1, 70, 1, 1, 128, 128)),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One comparison.
+
+    Attributes:
+      implementation, case, dtype: what was compared with the reference.
+      value_error, gradient_error: the largest relative root mean square difference over output and
+        state, and over the gradients; infinite if something is not finite or an error was raised.
+      worst: the gradient with that difference.
+      message: why there is no comparison: the implementation does not serve here (``served`` is
+        False) or failed.
+      served: whether the implementation accepted the call.
+    """
+
+    implementation: str
+    case: str
+    dtype: str
+    value_error: float = float("inf")
+    gradient_error: float = float("inf")
+    worst: str = ""
+    message: str = ""
+    served: bool = True
+
+    @property
+    def passed(self) -> bool:
+        """Whether the call was served and agrees with the reference within ``TOLERANCES``."""
+        value, gradient = TOLERANCES[self.dtype]
+        return self.served and self.value_error <= value and self.gradient_error <= gradient
+
+
+def _draw(case: Case, dtype: str) -> tuple[dict[str, Array], dict[str, Array], tuple[Any, ...]]:
+    """Differentiable inputs, the others, and cotangents of output and state."""
+    batch, length, query_heads, heads, dim, value_dim = case.shape
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    tokens = {
+        "query": numerics.feature_map(normal(batch, length, query_heads, dim)),
+        "key": numerics.feature_map(normal(batch, length, heads, dim)),
+        "value": normal(batch, length, heads, value_dim),
+    }
+    if case.direction == "random":
+        tokens["direction"] = numerics.normalize(normal(batch, length, heads, dim)) / dim**0.5
+    elif case.direction == "unit key":
+        tokens["direction"] = numerics.normalize(tokens["key"])
+    inputs = {name: x.astype(dtype) for name, x in tokens.items()}
+    inputs["lambda0"] = jnp.linspace(0.1, 1, heads)
+    rest: dict[str, Array] = {}
+    if case.packed:
+        half = normal(batch, heads, dim, 2 * dim) / dim
+        inputs["memory"] = normal(batch, heads, dim, value_dim)
+        inputs["penalty"] = jnp.einsum("bhij,bhkj->bhik", half, half)
+        inputs["key_sum"] = numerics.feature_map(normal(batch, heads, dim))
+        rest["mask"] = jnp.asarray(rng.random((batch, length)) > 0.1)
+        rest["segment_ids"] = jnp.asarray(
+            np.sort(rng.integers(0, 4, (batch, length)), axis=-1), jnp.int32
+        )
+    cotangents = (
+        normal(batch, length, query_heads, value_dim).astype(dtype),
+        (
+            normal(batch, heads, dim, value_dim),
+            normal(batch, heads, dim, dim),
+            normal(batch, heads, dim),
+        ),
+    )
+    return inputs, rest, cotangents
+
+
+def _evaluate(case: Case, implementation: str, drawn: Any) -> tuple[Any, dict[str, Array]]:
+    """``((out, state), gradients)`` of one implementation, by one jitted call."""
+
+    def attention(inputs, rest):
+        inputs = dict(inputs)
+        state = [inputs.pop(name, None) for name in ("memory", "penalty", "key_sum")]
+        out, final = ops.vla_attention(
+            **inputs,
+            **rest,
+            initial_state=None if state[0] is None else VLAState(*state),
+            write_gain=case.write_gain,
+            readout=case.readout,
+            implementation=implementation,
+            return_state=True,
+        )
+        return out, (final.memory, final.penalty, final.key_sum)
+
+    @jax.jit
+    def run(inputs, rest, cotangents):
+        values, pullback = jax.vjp(lambda x: attention(x, rest), inputs)
+        return values, pullback(cotangents)[0]
+
+    return run(*drawn)
+
+
+def _difference(actual: Array, expected: Array) -> float:
+    """Relative root mean square difference; infinite if ``actual`` is not finite."""
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    if not np.isfinite(actual).all():
+        return float("inf")
+    scale = np.linalg.norm(expected)
+    return float(np.linalg.norm(actual - expected) / (scale if scale else 1.0))
+
+
+def _compare(implementation: str, case: Case, dtype: str, drawn: Any, expected: Any) -> Result:
+    def result(**fields: Any) -> Result:
+        return Result(implementation, case.name, dtype, **fields)
+
+    try:
+        actual = jax.block_until_ready(_evaluate(case, implementation, drawn))
+    except NotImplementedError as error:
+        return result(message=str(error), served=False)
+    except Exception as error:  # a compiler or a kernel may fail in any way: that is a result
+        return result(message=f"{type(error).__name__}: {error}")
+    values = [
+        _difference(a, e)
+        for a, e in zip(jax.tree.leaves(actual[0]), jax.tree.leaves(expected[0]), strict=True)
+    ]
+    gradients = {name: _difference(actual[1][name], g) for name, g in expected[1].items()}
+    worst = max(gradients, key=gradients.__getitem__)
+    return result(value_error=max(values), gradient_error=gradients[worst], worst=worst)
+
+
+def default_implementation() -> str:
+    """The implementation that ``implementation=None`` chooses on this machine."""
+    return primitives.resolve(None, None)
+
+
+def run(
+    implementations: Sequence[str] | None = None,
+    *,
+    cases: Iterable[Case] = CASES,
+    dtypes: Iterable[str] = tuple(TOLERANCES),
+) -> list[Result]:
+    """Compares implementations with the reference.
+
+    Args:
+      implementations: names; None for all but the reference itself.
+      cases: the calls to compare.
+      dtypes: of query, key, value and direction: names of ``TOLERANCES``.
+
+    Returns:
+      One ``Result`` for each implementation, case and dtype.
+
+    Raises:
+      ValueError: for an unknown implementation or dtype.
+    """
+    if implementations is None:
+        implementations = [i for i in primitives.IMPLEMENTATIONS if i != "reference"]
+    dtypes = list(dtypes)
+    for name in implementations:
+        if name not in primitives.IMPLEMENTATIONS:
+            raise ValueError(
+                f"implementation must be one of {primitives.IMPLEMENTATIONS}, got {name!r}"
+            )
+    for dtype in dtypes:
+        if dtype not in TOLERANCES:
+            raise ValueError(f"dtype must be one of {tuple(TOLERANCES)}, got {dtype!r}")
+    results = []
+    for case in cases:
+        for dtype in dtypes:
+            drawn = _draw(case, dtype)
+            expected = _evaluate(case, "reference", drawn)
+            results += [_compare(name, case, dtype, drawn, expected) for name in implementations]
+    return results
+
+
+def verdicts(results: Iterable[Result]) -> dict[str, str]:
+    """``{implementation: "safe" | "wrong" | "not available here"}``.
+
+    Safe: serves at least one case and agrees with the reference in every case that it serves.
+    """
+    found: dict[str, str] = {}
+    for r in results:
+        before = found.setdefault(r.implementation, ABSENT)
+        if r.served and before != "wrong":
+            found[r.implementation] = "safe" if r.passed else "wrong"
+    return found
+
+
+def report(results: Sequence[Result]) -> str:
+    """The results as a table, one line each, sorted by implementation."""
+    row = "{:<12} {:<16} {:<9} {:>9} {:>9} {:<10} {}"
+    lines = [row.format("", "case", "dtype", "values", "gradients", "worst", "")]
+    absent = {name for name, verdict in verdicts(results).items() if verdict == ABSENT}
+    for r in sorted(results, key=lambda r: r.implementation):
+        message = " ".join(r.message.split())
+        if r.implementation in absent:
+            line = row.format(r.implementation, "", "", "", "", "", f"not served: {message}")
+            lines += [] if line in lines else [line]
+            continue
+        if message:
+            state = "FAILED" if r.served else "not served"
+            lines.append(
+                row.format(r.implementation, r.case, r.dtype, "", "", "", f"{state}: {message}")
+            )
+            continue
+        errors = f"{r.value_error:.1e}", f"{r.gradient_error:.1e}"
+        state = "ok" if r.passed else "WRONG"
+        lines.append(row.format(r.implementation, r.case, r.dtype, *errors, r.worst, state))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the comparison, prints it, and returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m vla_jax.selftest", description=__doc__)
+    parser.add_argument(
+        "implementations", nargs="*", help="what to compare with the reference (default: all)"
+    )
+    names = parser.parse_args(arguments).implementations
+    device = jax.devices()[0]
+    print(f"jax {jax.__version__} on {device.device_kind} ({device.platform})")
+    print("largest relative rms difference to implementation='reference'\n")
+    default = default_implementation()
+    results = run(sorted({*names, default} - {"reference"}) if names else None)
+    print(report(results), end="\n\n")
+    found = {"reference": "safe"} | verdicts(results)
+    for name, verdict in found.items():
+        print(f"{name:<12} {verdict}{'  <- implementation=None' if name == default else ''}")
+    if found[default] != "safe":
+        safe = next((n for n in ("xla", "associative") if found.get(n) == "safe"), "reference")
+        print(f"\nimplementation=None is not safe here: pass implementation={safe!r}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
