@@ -325,7 +325,7 @@ def delta_rule_forward(
     *,
     policy: numerics.Policy,
     chunk_size: int | None = None,
-    sweep: Callable = sweep,
+    sweep: Scan = sweep,
 ) -> tuple[Array, Array, Array]:
     """Equations (10) to (13).
 
@@ -358,7 +358,7 @@ def delta_rule_backward(
     *,
     policy: numerics.Policy,
     chunk_size: int | None = None,
-    sweep: Callable = sweep,
+    sweep: Scan = sweep,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Equations (17) to (21): cotangents of ``query, key, write_key, value, initial_memory``."""
     dot = policy.dot_operand
@@ -370,7 +370,7 @@ def delta_rule_backward(
     )
     segments, grouped = c.segments, c.grouped()
     cont = last = cont_g = None
-    if segments is not None:
+    if segments is not None and grouped is not None:
         cont, last, cont_g = segments.cont, segments.last, grouped.cont
 
     t_key, t_value = (policy.dot("...ts,...sd->...td", c.inverse, x) for x in (c.k_cont, c.v))
@@ -380,11 +380,11 @@ def delta_rule_backward(
     read = dot("nbhgtd,nbhgte->nbhde", _where(cont_g, c.q), d_o)
 
     # R, the cotangent of the memory after each chunk: the sweep of the forward, transposed.
-    flip = lambda x: None if x is None else x[::-1]  # noqa: E731
+    keep = None if c.keep is None else c.keep[::-1]
     later, d_initial = sweep(
-        flip(t_key), flip(c.a_last), flip(-pull), flip(read), flip(c.keep), d_memory, policy
+        t_key[::-1], c.a_last[::-1], -pull[::-1], read[::-1], keep, d_memory, policy
     )
-    later = flip(later)
+    later = later[::-1]
 
     d_residual = dot("...td,...de->...te", c.a_last, later) + pull
     d_residual = policy.dot("...ts,...te->...se", c.inverse, d_residual)

@@ -21,7 +21,7 @@ def normalize(x: Array, axis: int = -1) -> Array:
 
 
 def inverse_norm(x: Array, axis: int = -1) -> Array:
-    """``1 / ‖x‖`` along ``axis`` (kept as size one), and 0, with zero gradient, where ``x`` is zero."""
+    """``1 / ‖x‖`` along ``axis`` (kept as size one); 0, with zero gradient, where ``x`` is zero."""
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
     present = peak > 0
     scaled = jnp.where(present, x, 1) / jnp.where(present, peak, 1)
@@ -76,6 +76,21 @@ class Policy:
         )
 
 
+def _precision(value: PrecisionLike) -> Any:
+    """``value`` in the form that ``jax.lax`` takes, hashable; ValueError if it is none."""
+    if isinstance(value, tuple | list) and len(value) == 2:
+        return tuple(_precision(v) for v in value)
+    if isinstance(value, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return value
+    try:
+        return jax.lax.Precision(value)
+    except ValueError as error:
+        raise ValueError(
+            "precision must be None, 'default', 'high', 'highest', a jax.lax.Precision, a pair of "
+            f"them or a dot algorithm; got {value!r}"
+        ) from error
+
+
 def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
     """The policy for these inputs.
 
@@ -93,7 +108,7 @@ def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
     return Policy(
         accumulator=jnp.dtype(accumulator),
         operand=jnp.dtype(operand),
-        precision=default if precision is None else precision,
+        precision=default if precision is None else _precision(precision),
     )
 
 
@@ -105,9 +120,10 @@ def symmetrize(x: Array) -> Array:
 def triangular_inverse(matrix: Array) -> Array:
     """Inverse of lower triangular matrices ``[..., C, C]`` by block substitution.
 
-    Blocks double from 1 to C: ``[[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``, every block of
-    a level in one batched product. As stable as substitution row by row, unlike the doubling product
-    ``(I − N)(I + N²)…``, whose terms grow to binomial size and cancel when keys are correlated.
+    Blocks double from 1 to C: ``[[A, 0], [B, D]]⁻¹ = [[A⁻¹, 0], [−D⁻¹ B A⁻¹, D⁻¹]]``, all blocks of
+    a level in one batched product. As stable as substitution row by row, unlike the doubling
+    product ``(I − N)(I + N²)…``, whose terms grow to binomial size and cancel when keys are
+    correlated.
     """
     size = matrix.shape[-1]
     padded = 1 << (size - 1).bit_length()

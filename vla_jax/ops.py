@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, overload
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -45,12 +45,12 @@ def init_state(
     Raises:
       TypeError, ValueError: if a size is not a positive integer, or the dtype neither of the two.
     """
-    sizes = dict(batch_size=batch_size, num_heads=num_heads, key_dim=key_dim, value_dim=value_dim)
-    for name, size in sizes.items():
+    sizes = (batch_size, num_heads, key_dim, value_dim)
+    for name, size in zip(("batch_size", "num_heads", "key_dim", "value_dim"), sizes, strict=True):
         validation.positive(name, size, integer=True)
     if jnp.dtype(dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
-    state = validation.state(None, "", batch_size, num_heads, key_dim, value_dim, dtype)
+    state = validation.state(None, "", *sizes, dtype)
     return _with_empty_cache(state)
 
 
@@ -61,12 +61,6 @@ def _with_empty_cache(state: VLAState) -> VLAState:
     )
 
 
-@overload
-def vla_attention(*args: Any, return_state: Literal[False] = ..., **kwargs: Any) -> Array: ...
-@overload
-def vla_attention(
-    *args: Any, return_state: Literal[True], **kwargs: Any
-) -> tuple[Array, VLAState]: ...
 @primitives.first_order_only
 def vla_attention(
     query: Array,
@@ -85,7 +79,7 @@ def vla_attention(
     implementation: Implementation | None = None,
     precision: PrecisionLike = None,
     return_state: bool = False,
-) -> Any:
+) -> Array | tuple[Array, VLAState]:
     """Variational Linear Attention, causal, in time linear in T.
 
     For every head and token, with ``k̂ = k / ‖k‖``::
@@ -140,10 +134,10 @@ def vla_attention(
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
     _check_options(write_gain, readout, eps)
-    policy = numerics.policy(query, key, value, precision=precision)
-    config = primitives.Config(
-        primitives.resolve(implementation, chunk_size), policy, chunk_size
+    config = primitives.configure(
+        query, key, value, implementation=implementation, chunk_size=chunk_size, precision=precision
     )
+    policy = config.policy
     out, state = _attention(
         query,
         key,
@@ -352,7 +346,7 @@ def _next_inverse(
         derive, lambda: numerics.positive_definite_inverse(matrix), lambda: cached
     )
     inverse = reference.sherman_morrison(inverse, u)
-    cache = {
+    cache: dict[str, Array | None] = {
         "inverse": inverse,
         "inverse_lambda0": jnp.broadcast_to(lambda0, age.shape),
         "inverse_age": jnp.where(derive, 1, age + 1).astype(matrix.dtype),

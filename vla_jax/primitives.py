@@ -3,6 +3,9 @@
 An implementation supplies a forward and a closed-form backward with the signatures of
 ``chunkwise``; the custom derivative rule that joins them is here, once a primitive. The reference
 needs no rule: JAX differentiates it.
+
+What the rules keep for the backward beside the inputs is named for ``jax.checkpoint`` policies:
+``"vla_solution"`` and ``"vla_memory"`` (the memory at chunk starts).
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from vla_jax import associative, chunkwise, numerics, reference, validation
 from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike
@@ -30,28 +34,40 @@ class Config:
     chunk_size: int | None = None
 
 
-def resolve(implementation: Implementation | None, chunk_size: int | None) -> str:
-    """The implementation to run: the one named, or for None the best that works here.
+def configure(
+    *inputs: Array,
+    implementation: Implementation | None,
+    chunk_size: int | None,
+    precision: PrecisionLike,
+) -> Config:
+    """Chooses the implementation and the arithmetic for these inputs.
+
+    ``implementation=None`` is the best that works here; a name forces it.
 
     Raises:
-      ValueError: if the name is unknown, or ``chunk_size`` is given to one that has no chunks.
-      NotImplementedError: if the named one cannot run here.
+      ValueError, TypeError: if an option has no such value, or is one that the implementation
+        cannot honour.
+      NotImplementedError: if the named implementation cannot run here.
     """
     if chunk_size is not None:
         validation.positive("chunk_size", chunk_size, integer=True)
+    policy = numerics.policy(*inputs, precision=precision)
     if implementation is None:
-        return "xla"
+        return Config("xla", policy, chunk_size)
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation in ("pallas", "triton"):
         raise NotImplementedError(
             f"implementation={implementation!r} is not available here; "
             "use 'xla' (chunkwise), 'associative' or 'reference'"
         )
-    if implementation == "reference" and chunk_size is not None:
-        raise ValueError(
-            f"chunk_size must be None with implementation='reference', got {chunk_size}"
-        )
-    return implementation
+    if implementation == "reference":
+        for name, option in (("chunk_size", chunk_size), ("precision", precision)):
+            if option is not None:
+                raise ValueError(
+                    f"{name} must be None with implementation='reference', which goes token by "
+                    f"token in full precision; got {option!r}"
+                )
+    return Config(implementation, policy, chunk_size)
 
 
 @jax.custom_jvp
@@ -105,6 +121,7 @@ def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment
         policy=config.policy,
         chunk_size=config.chunk_size,
     )
+    solution = checkpoint_name(solution, "vla_solution")
     residuals = (direction, lambda0, initial_penalty, segment_ids, solution, _like(rhs))
     return (solution, penalty), residuals
 
@@ -178,7 +195,7 @@ def penalty_solve(
 
     Returns:
       ``(solution, penalty)``: ``[B, T, H, D]`` in the dtype of ``rhs``, and the penalty of the last
-      segment, ``[B, H, D, D]``, float32 (float64 with float64 inputs), without the ``lambda0`` term.
+      segment without the ``lambda0`` term, ``[B, H, D, D]``, float32 (float64 with float64 inputs).
 
     Raises:
       ValueError, TypeError: for a bad argument, which the message names.
@@ -188,18 +205,22 @@ def penalty_solve(
     rhs = validation.array("rhs", rhs, (None,) * 4, "[B, T, H, D]")
     direction = validation.array("direction", direction, rhs.shape, "[B, T, H, D]")
     batch, length, heads, dim = rhs.shape
-    policy = numerics.policy(rhs, direction, precision=precision)
+    config = configure(
+        rhs, direction,
+        implementation=implementation, chunk_size=chunk_size, precision=precision,
+    )  # fmt: skip
+    dtype = config.policy.accumulator
     if initial_penalty is None:
-        initial_penalty = jnp.zeros((batch, heads, dim, dim), policy.accumulator)
+        initial_penalty = jnp.zeros((batch, heads, dim, dim), dtype)
     else:
         initial_penalty = validation.array(
             "initial_penalty", initial_penalty, (batch, heads, dim, dim), "[B, H, D, D]"
-        ).astype(policy.accumulator)
+        ).astype(dtype)
     return _jit_penalty_solve(
-        Config(resolve(implementation, chunk_size), policy, chunk_size),
+        config,
         rhs,
         direction,
-        validation.lambda0(lambda0, heads, policy.accumulator),
+        validation.lambda0(lambda0, heads, dtype),
         initial_penalty,
         validation.segment_ids(segment_ids, batch, length),
     )
@@ -230,6 +251,7 @@ def _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segmen
         policy=config.policy,
         chunk_size=config.chunk_size,
     )
+    starts = checkpoint_name(starts, "vla_memory")
     return (out, memory), (query, key, write_key, value, segment_ids, starts)
 
 
@@ -300,16 +322,20 @@ def delta_rule(
     validation.query_heads(query, heads)
     write_key = validation.array("write_key", write_key, key.shape, "[B, T, H, D]")
     value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
-    policy = numerics.policy(query, key, write_key, value, precision=precision)
+    config = configure(
+        query, key, write_key, value,
+        implementation=implementation, chunk_size=chunk_size, precision=precision,
+    )  # fmt: skip
+    dtype = config.policy.accumulator
     shape = (batch, heads, dim, value.shape[-1])
     if initial_memory is None:
-        initial_memory = jnp.zeros(shape, policy.accumulator)
+        initial_memory = jnp.zeros(shape, dtype)
     else:
         initial_memory = validation.array(
             "initial_memory", initial_memory, shape, "[B, H, D, E]"
-        ).astype(policy.accumulator)
+        ).astype(dtype)
     return _jit_delta_rule(
-        Config(resolve(implementation, chunk_size), policy, chunk_size),
+        config,
         query,
         key,
         write_key,

@@ -24,7 +24,7 @@ Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
 DTypeLike: TypeAlias = Any
 PrecisionLike: TypeAlias = (
-    None | str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision]
+    str | jax.lax.Precision | tuple[str, str] | tuple[jax.lax.Precision, jax.lax.Precision] | None
 )
 
 WriteGain: TypeAlias = Literal["unit", "projection", "rls"]

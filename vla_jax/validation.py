@@ -79,6 +79,7 @@ def positive(name: str, value: Any, *, integer: bool = False) -> None:
 
 
 def is_concrete(x: Any) -> bool:
+    """Whether the values of ``x`` can be looked at: it is not being traced."""
     return not isinstance(x, jax.core.Tracer)
 
 
@@ -125,7 +126,7 @@ def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
                 "segment_ids must not decrease along T, got "
                 f"{values[b, t]} then {values[b, t + 1]} at batch {b}, position {t + 1}"
             )
-        if values.size and not (-(2**31) <= values.min() and values.max() < 2**31):
+        if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
             raise ValueError("segment_ids must fit in int32")
     return ids.astype(jnp.int32)
 
