@@ -398,4 +398,5 @@ def delta_rule_backward(
     d_k = _where(cont, dot("...te,...de->...td", d_residual, starts))
     d_k = -(d_k + dot("...ts,...sd->...td", d_triangle, c.a))
     d_query = _join(d_q, length).reshape(query.shape)
-    return d_query, *(_join(x, length) for x in (d_k, d_a, d_residual)), d_initial
+    d_key, d_write_key, d_value = (_join(x, length) for x in (d_k, d_a, d_residual))
+    return d_query, d_key, d_write_key, d_value, d_initial

@@ -1,0 +1,371 @@
+"""Times vla_attention beside its peers: same shapes, same inputs, same run.
+
+    python benchmarks/run.py                                  # what suits this machine
+    python benchmarks/run.py --workloads=d64-T4096,d64-T16384 --dtype=bfloat16
+    python benchmarks/run.py --workloads=d64-T4096 --lengths=1024,4096,16384 --constant_tokens
+
+Every implementation of ours is first compared with the float64 oracle of the tests, values and
+gradients, on a slice of the workload (one sequence, one head, at most --check_length tokens); no
+time is printed for one that fails. A time is the median over --repeats of the mean over enough
+back-to-back calls to fill --min_seconds, compiled and warmed up before, waited for at the end.
+
+Peers: softmax attention (`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU) and, where
+torch and fla can be imported, fla's linear attention, DeltaNet and MesaNet.
+
+Writes OUT/NAME.json and OUT/NAME.png and prints the table.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import statistics
+import sys
+import time
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the device
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import cases  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import oracle  # noqa: E402
+from absl import app, flags  # noqa: E402
+
+import vla_jax  # noqa: E402
+
+FLAGS = flags.FLAGS
+flags.DEFINE_list("workloads", None, "names in benchmarks/cases.py: WORKLOADS")
+flags.DEFINE_list("lengths", [], "instead of the workload's own length, these")
+flags.DEFINE_bool("constant_tokens", False, "with --lengths: shrink the batch as T grows")
+flags.DEFINE_list("implementations", None, "of ours; default: those that suit the device")
+flags.DEFINE_list("peers", None, "softmax, fla_linear, fla_delta, fla_mesa; default: what is there")
+flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "default: bfloat16 on a GPU")
+flags.DEFINE_integer("repeats", 5, "timed repeats, the median of which counts", lower_bound=1)
+flags.DEFINE_float("min_seconds", 0.05, "least duration of one repeat", lower_bound=0)
+flags.DEFINE_integer("check_length", 4096, "most tokens of the comparison with the oracle")
+flags.DEFINE_string("out_dir", str(ROOT / "benchmarks" / "results"), "where the results go")
+flags.DEFINE_string("name", None, "of the result files; default: device and dtype")
+
+NAMES = ("query", "key", "value", "direction")
+# Largest accepted error relative to the largest entry, values and gradients: float32 arithmetic at
+# the condition numbers of these inputs, and twice the rounding that 16-bit operands bring.
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+@dataclasses.dataclass
+class Row:
+    """One line of the table."""
+
+    implementation: str
+    workload: str
+    batch: int
+    length: int
+    heads: int
+    dim: int
+    dtype: str
+    error: float | None = None
+    gradient_error: float | None = None
+    forward_ms: float | None = None
+    both_ms: float | None = None
+    forward_tokens_per_s: float | None = None
+    temporary_bytes: int | None = None
+    note: str = ""
+
+
+def wall(call, wait):
+    """Median seconds a call over the repeats; the first call compiles and is not counted."""
+    wait(call())
+    start = time.perf_counter()
+    wait(call())
+    once = time.perf_counter() - start
+    count = max(1, int(FLAGS.min_seconds / max(once, 1e-6)))
+    times = []
+    for _ in range(FLAGS.repeats):
+        start = time.perf_counter()
+        for _ in range(count):
+            out = call()
+        wait(out)
+        times.append((time.perf_counter() - start) / count)
+    return statistics.median(times)
+
+
+def draw(case, dtype):
+    """Inputs on the device, made there: a fixed map of random keys gives the directions."""
+
+    @jax.jit
+    def make(rng):
+        q, k, v, u = jax.random.split(rng, 4)
+        shape = (case.batch, case.length, case.heads)
+        raw = jax.random.normal(k, (*shape, case.dim))
+        mixing = jax.random.normal(u, (case.heads, case.dim, case.dim))
+        direction = jnp.einsum("bthd,hde->bthe", raw, mixing)
+        direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True) * case.dim**0.5
+        query = jax.random.normal(q, (*shape[:2], case.heads * case.groups, case.dim))
+        value = jax.random.normal(v, (*shape, case.value_dim))
+        arrays = (vla_jax.feature_map(query), vla_jax.feature_map(raw), value, direction)
+        return tuple(x.astype(dtype) for x in arrays)
+
+    return jax.block_until_ready(make(jax.random.key(0)))
+
+
+def relative_error(actual, expected):
+    """Largest difference over the largest expected entry; infinite for NaN."""
+    actual = np.asarray(actual, np.float64)
+    error = np.abs(actual - expected).max() / np.abs(expected).max()
+    return float(error) if np.isfinite(error) else float("inf")
+
+
+def check(implementation, case, dtype):
+    """Errors of values and gradients against the oracle on one sequence and head."""
+    small = dataclasses.replace(
+        case, batch=1, heads=1, groups=1, length=min(case.length, FLAGS.check_length)
+    )
+    arrays = draw(small, dtype)
+    wide = dict(zip(NAMES, (np.asarray(x, np.float64) for x in arrays), strict=True))
+    out, state, _ = oracle.attention(**wide, lambda0=case.lambda0)
+    # The ratio read-out fades like 1/t: weigh late tokens as much as early ones.
+    cotangent = np.random.default_rng(0).standard_normal(out.shape)
+    cotangent *= np.arange(1, small.length + 1)[:, None, None]
+    zeros = tuple(np.zeros_like(x) for x in state)
+    expected = oracle.attention_grad(cotangent, zeros, **wide, lambda0=case.lambda0)
+
+    def loss(arrays):
+        out = vla_jax.vla_attention(
+            *arrays, lambda0=case.lambda0, implementation=implementation
+        ).astype(jnp.float32)
+        return jnp.sum(out * jnp.asarray(cotangent, jnp.float32)), out
+
+    gradients, ours = jax.jit(jax.grad(loss, has_aux=True))(arrays)
+    late = np.arange(1, small.length + 1)[:, None, None]
+    errors = [
+        relative_error(g, expected[n]) for n, g in zip(NAMES, gradients, strict=True)
+    ]
+    return relative_error(np.asarray(ours, np.float64) * late, out * late), max(errors)
+
+
+def time_jax(row, function, arrays):
+    """Fills in the times and the temporary memory of a function of the arrays."""
+
+    def loss(*arrays):
+        return jnp.sum(function(*arrays).astype(jnp.float32) ** 2)
+
+    forward = jax.jit(function).lower(*arrays).compile()
+    both = jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays))))).lower(*arrays).compile()
+    row.forward_ms = 1e3 * wall(lambda: forward(*arrays), jax.block_until_ready)
+    row.both_ms = 1e3 * wall(lambda: both(*arrays), jax.block_until_ready)
+    analysis = both.memory_analysis()
+    row.temporary_bytes = None if analysis is None else analysis.temp_size_in_bytes
+
+
+def time_ours(row, case, arrays):
+    """One of our implementations: checked first."""
+    try:
+        row.error, row.gradient_error = check(row.implementation, case, row.dtype)
+    except NotImplementedError as error:
+        row.note = str(error)
+        return
+    if max(row.error, row.gradient_error) > TOLERANCE[row.dtype]:
+        row.note = "refused: the check against the oracle failed"
+        return
+    time_jax(
+        row,
+        lambda *a: vla_jax.vla_attention(
+            *a, lambda0=case.lambda0, implementation=row.implementation
+        ),
+        arrays,
+    )
+
+
+def time_softmax(row, case, arrays):
+    """`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU."""
+    backend = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    row.note = f"jax.nn.dot_product_attention(implementation={backend!r})"
+
+    def function(q, k, v):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
+
+    time_jax(row, function, arrays[:3])
+
+
+def time_fla(row, case, arrays):
+    """The Triton kernels of flash-linear-attention under PyTorch, on the same inputs."""
+    import torch  # ty: ignore
+    from fla.ops.delta_rule import chunk_delta_rule
+    from fla.ops.linear_attn import chunk_linear_attn
+    from fla.ops.mesa_net import chunk_mesa_net
+
+    q, k, v, _ = (
+        torch.tensor(np.asarray(x, np.float32), dtype=getattr(torch, row.dtype), device="cuda")
+        .requires_grad_()
+        for x in arrays
+    )
+    shape = q.shape[:3]
+    beta = torch.rand(shape, device="cuda", dtype=q.dtype).requires_grad_()
+    calls = {
+        "fla_linear": (lambda: chunk_linear_attn(q, k, v)[0], (q, k, v)),
+        "fla_delta": (
+            lambda: chunk_delta_rule(q, k, v, beta, use_qk_l2norm_in_kernel=True)[0],
+            (q, k, v, beta),
+        ),
+    }
+    if row.implementation == "fla_mesa":
+        gate = torch.zeros(shape, device="cuda").requires_grad_()
+        lamb = torch.full((shape[2], q.shape[-1]), 0.25, device="cuda").requires_grad_()
+
+        def mesa():
+            return chunk_mesa_net(q, k, v, gate, beta, lamb, use_qk_l2norm_in_kernel=True)[0]
+
+        calls["fla_mesa"] = (mesa, (q, k, v, gate, beta, lamb))
+    call, inputs = calls[row.implementation]
+
+    def both():
+        return torch.autograd.grad(call().float().square().sum(), inputs)
+
+    def wait(_):
+        torch.cuda.synchronize()
+
+    with torch.no_grad():
+        row.forward_ms = 1e3 * wall(call, wait)
+    row.both_ms = 1e3 * wall(both, wait)
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+    both()
+    row.temporary_bytes = torch.cuda.max_memory_allocated() - held
+
+
+def time_peer(row, case, arrays):
+    """One peer; what it cannot do is noted, not hidden."""
+    function = time_softmax if row.implementation == "softmax" else time_fla
+    try:
+        function(row, case, arrays)
+    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+        row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+
+
+def selected():
+    """The workloads asked for, with their lengths."""
+    gpu = jax.default_backend() == "gpu"
+    names = FLAGS.workloads or (
+        [n for n in cases.WORKLOADS if n.startswith("d")] if gpu else ["cpu-d32-T4096"]
+    )
+    for name in names:
+        if name not in cases.WORKLOADS:
+            raise app.UsageError(f"--workloads: {name!r} is none of {', '.join(cases.WORKLOADS)}")
+        case = cases.WORKLOADS[name]
+        for length in map(int, FLAGS.lengths or [case.length]):
+            tokens = case.batch * case.length
+            batch = max(1, tokens // length) if FLAGS.constant_tokens else case.batch
+            yield name, dataclasses.replace(case, length=length, batch=batch)
+
+
+def versions():
+    """What a reader needs to place the figures."""
+    device = jax.devices()[0]
+    found = {
+        "device": device.device_kind
+        if device.platform == "gpu"
+        else platform.processor() or platform.machine(),
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "vla_jax": vla_jax.__version__,
+    }
+    for name in ("torch", "triton", "fla"):
+        if name in sys.modules:
+            found[name] = sys.modules[name].__version__
+    return found
+
+
+def table(rows):
+    """The rows as text."""
+    lines = [
+        f"{'implementation':<16}{'workload':<18}{'B':>4}{'T':>8}{'error':>10}{'grad':>10}"
+        f"{'forward ms':>12}{'fwd+bwd ms':>12}{'temp MiB':>10}  note"
+    ]
+    show = lambda x, form: "-" if x is None else format(x, form)  # noqa: E731
+    for r in rows:
+        memory = None if r.temporary_bytes is None else r.temporary_bytes / 2**20
+        lines.append(
+            f"{r.implementation:<16}{r.workload:<18}{r.batch:>4}{r.length:>8}"
+            f"{show(r.error, '.1e'):>10}{show(r.gradient_error, '.1e'):>10}"
+            f"{show(r.forward_ms, '.3f'):>12}{show(r.both_ms, '.3f'):>12}"
+            f"{show(memory, '.0f'):>10}  {r.note}"
+        )
+    return "\n".join(lines)
+
+
+def plot(rows, path):
+    """Time against T, log-log, one line an implementation."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
+    kinds = sorted({(r.implementation, r.dim) for r in rows if r.forward_ms is not None})
+    for index, (name, dim) in enumerate(kinds):
+        mine = sorted(
+            (r.length, r.forward_ms, r.both_ms)
+            for r in rows
+            if (r.implementation, r.dim) == (name, dim) and r.forward_ms is not None
+        )
+        style = {"marker": "os^Dv<>pX*"[index % 10], "color": f"C{index % 10}"}
+        for axis, column in zip(axes, (1, 2), strict=True):
+            axis.plot([m[0] for m in mine], [m[column] for m in mine], **style)
+        axes[0].lines[-1].set_label(f"{name}, D={dim}")
+    for axis, title in zip(axes, ("forward", "forward + backward"), strict=True):
+        axis.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="ms", title=title)
+        axis.grid(alpha=0.3, which="both")
+    if kinds:
+        axes[0].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main(argv):
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    gpu = jax.default_backend() == "gpu"
+    dtype = FLAGS.dtype or ("bfloat16" if gpu else "float32")
+    ours = FLAGS.implementations or (["pallas", "xla"] if gpu else ["reference", "xla"])
+    peers = FLAGS.peers
+    if peers is None:
+        peers = ["softmax", "fla_linear", "fla_delta", "fla_mesa"] if gpu else ["softmax"]
+    rows = []
+    for name, case in selected():
+        arrays = draw(case, dtype)
+        for implementation in [*ours, *peers]:
+            row = Row(
+                implementation, name, case.batch, case.length, case.heads, case.dim, dtype
+            )
+            (time_ours if implementation in ours else time_peer)(row, case, arrays)
+            if row.forward_ms is not None:
+                row.forward_tokens_per_s = 1e3 * case.batch * case.length / row.forward_ms
+            rows.append(row)
+            print(table([row]).splitlines()[1], flush=True)
+    found = versions()
+    print(f"\n{found}\n{table(rows)}")
+    out = pathlib.Path(FLAGS.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    stem = FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}"
+    (out / f"{stem}.json").write_text(
+        json.dumps(
+            {
+                "command": " ".join(["python", "benchmarks/run.py", *sys.argv[1:]]),
+                "versions": found,
+                "rows": [dataclasses.asdict(r) for r in rows],
+            },
+            indent=1,
+        )
+        + "\n"
+    )
+    plot(rows, out / f"{stem}.png")
+
+
+if __name__ == "__main__":
+    app.run(main)
