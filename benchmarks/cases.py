@@ -40,14 +40,17 @@ class Case:
     chunk_size: int | None = None
 
     def __str__(self):
-        shape = f"B{self.batch}-T{self.length}-H{self.heads}x{self.groups}-D{self.dim}-E{self.value_dim}"
-        words = [self.segments and f"{self.segments}_segments", self.mask and f"{self.mask}_mask"]
-        words += [
+        heads = f"H{self.heads}x{self.groups}"
+        shape = f"B{self.batch}-T{self.length}-{heads}-D{self.dim}-E{self.value_dim}"
+        words = [
+            self.segments and f"{self.segments}_segments",
+            self.mask and f"{self.mask}_mask",
             self.direction == "key" and "key_direction",
             self.write_gain != "unit" and self.write_gain,
+            self.readout != "ratio" and "no_ratio",
+            self.initial and "initial",
+            self.degenerate and "degenerate",
         ]
-        words += [self.readout != "ratio" and "no_ratio", self.initial and "initial"]
-        words += [self.degenerate and "degenerate"]
         return "-".join([shape, *filter(None, words)])
 
 
@@ -109,8 +112,10 @@ def token_mask(kind, batch, length, rng):
 
 
 def draw(case, seed=0):
-    """Keyword arguments of one call, float64: query, key, value, direction, lambda0, initial_state
-    (memory, penalty, key_sum) or None, segment_ids or None, mask or None.
+    """Keyword arguments of one call, in float64.
+
+    query, key, value, direction (or None), lambda0, initial_state ((memory, penalty, key_sum) or
+    None), segment_ids (or None), mask (or None).
 
     Keys pass through the feature map (so they are correlated), directions are a fixed linear map
     of the key, of length 1/sqrt(D), as in the layer.

@@ -10,6 +10,9 @@ import pytest
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
+        # LLVM's optimisation takes two thirds of the suite's time and changes no test.
+        jax.config.update("jax_disable_most_optimizations", True)
 
 # One suite, many implementations: a new one is one more name here.
 IMPLEMENTATIONS = ("reference", "xla", "associative")
@@ -17,7 +20,8 @@ IMPLEMENTATIONS = ("reference", "xla", "associative")
 hypothesis.settings.register_profile(
     "default",
     deadline=None,
-    max_examples=10,
+    max_examples=25,
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.reuse, hypothesis.Phase.generate],
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],
 )
 hypothesis.settings.register_profile(

@@ -1,4 +1,4 @@
-"""The judge: Variational Linear Attention in float64 NumPy, token by token, with the direct inverse.
+"""The judge: Variational Linear Attention in float64 NumPy, token by token, direct inverse.
 
 Nothing here imports the library or JAX. The forward functions are the printed recurrence and are
 analytic (no ``conj``, no ``abs`` of a value), so they also take complex128 inputs: complex-step

@@ -13,14 +13,14 @@ STATE = ("memory", "penalty", "key_sum")
 INPUTS = ("query", "key", "value", "direction", "lambda0", *STATE)
 
 
-def assert_close(actual, expected, tolerance, name=""):
-    """Largest difference at most ``tolerance`` times the largest expected entry; shapes equal."""
+def assert_close(actual, expected, tolerance, name="", floor=0):
+    """Largest difference at most ``tolerance`` times the largest expected entry (or ``floor``)."""
     expected = np.asarray(expected, np.float64)
     actual = np.asarray(actual).astype(np.float64)
     assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
     assert np.isfinite(actual).all(), f"{name}: not finite"
     error = np.abs(actual - expected).max(initial=0)
-    scale = np.abs(expected).max(initial=0)
+    scale = np.abs(expected).max(initial=floor)
     assert error <= tolerance * scale + 1e-300, (
         f"{name}: error {error:.2e}, largest entry {scale:.2e}"
     )

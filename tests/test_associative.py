@@ -1,4 +1,4 @@
-"""The per-token associative scan: the published parallel form with its products on the right side."""
+"""The per-token associative scan: the published parallel form, multiplied on the right side."""
 
 import jax
 import numpy as np

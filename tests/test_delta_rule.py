@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import tolerances
-from support import assert_close, cast
+from support import assert_close, cast, chunks
 
 import vla_jax
 from benchmarks.cases import Case, draw
@@ -63,7 +63,7 @@ def rule(**options):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float64(case, implementation, x64):
     inputs, segment_ids, cotangents, values, gradients = expected(case)
-    run = rule(chunk_size=case.chunk_size, implementation=implementation)
+    run = rule(**chunks(implementation, case.chunk_size))
     actual, actual_gradients = run(inputs, segment_ids, cotangents)
     assert_close(actual[0], values[0], tolerances.FLOAT64, "out")
     assert_close(actual[1], values[1], tolerances.FLOAT64, "memory")
@@ -73,7 +73,7 @@ def test_float64(case, implementation, x64):
 
 def test_float32(implementation):
     inputs, segment_ids, cotangents, values, gradients = expected(CASES[2])
-    run = rule(chunk_size=CASES[2].chunk_size, implementation=implementation)
+    run = rule(**chunks(implementation, CASES[2].chunk_size))
     actual, actual_gradients = run(*cast((inputs, segment_ids, cotangents), jnp.float32))
     assert actual[0].dtype == actual[1].dtype == jnp.float32
     assert_close(actual[0], values[0], tolerances.FLOAT32, "out")

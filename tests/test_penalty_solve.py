@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 import tolerances
-from support import assert_close, cast
+from support import assert_close, cast, chunks
 
 import vla_jax
 from benchmarks.cases import Case, draw
@@ -67,7 +67,7 @@ def solver(**options):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_float64(case, implementation, x64):
     inputs, segment_ids, cotangents, values, gradients = expected(case)
-    run = solver(chunk_size=case.chunk_size, implementation=implementation)
+    run = solver(**chunks(implementation, case.chunk_size))
     actual, actual_gradients = run(inputs, segment_ids, cotangents)
     assert_close(actual[0], values[0], tolerances.FLOAT64, "solution")
     assert_close(actual[1], values[1], tolerances.FLOAT64, "penalty")
@@ -77,7 +77,7 @@ def test_float64(case, implementation, x64):
 
 def test_float32(implementation):
     inputs, segment_ids, cotangents, values, gradients = expected(CASES[2])
-    run = solver(chunk_size=CASES[2].chunk_size, implementation=implementation)
+    run = solver(**chunks(implementation, CASES[2].chunk_size))
     actual, actual_gradients = run(*cast((inputs, segment_ids, cotangents), jnp.float32))
     assert actual[0].dtype == actual[1].dtype == jnp.float32
     assert_close(actual[0], values[0], tolerances.FLOAT32, "solution")
@@ -104,7 +104,7 @@ def test_half_precision_right_hand_side(implementation):
         initial_penalty=inputs["penalty"],
         segment_ids=segment_ids,
     )
-    assert solution.dtype == jnp.bfloat16 and penalty.dtype == jnp.float32
+    assert (solution.dtype, penalty.dtype) == (jnp.bfloat16, jnp.float32)
     assert_close(solution, wanted, 1.01 * 2**-8, "solution")
     assert_close(penalty, wanted_penalty, tolerances.FLOAT32, "penalty")
 
@@ -113,7 +113,7 @@ def test_asymmetric_initial_penalty_counts_by_its_symmetric_part(implementation,
     inputs, segment_ids, cotangents, values, gradients = expected(CASES[1])
     skew = np.random.default_rng(3).standard_normal(inputs["penalty"].shape)
     skewed = {**inputs, "penalty": inputs["penalty"] + skew - np.swapaxes(skew, -1, -2)}
-    run = solver(chunk_size=CASES[1].chunk_size, implementation=implementation)
+    run = solver(**chunks(implementation, CASES[1].chunk_size))
     actual, actual_gradients = run(skewed, segment_ids, cotangents)
     assert_close(actual[0], values[0], tolerances.FLOAT64, "solution")
     assert_close(actual[1], values[1], tolerances.FLOAT64, "penalty")
@@ -125,8 +125,6 @@ def test_solves_the_normal_equations(lambda0, implementation, x64):
     """rhs = direction at the last token: (lambda0 I + U^T U) alpha = u_T."""
     rng = np.random.default_rng(4)
     u = rng.standard_normal((1, 22, 1, 5)) + 2
-    solution, penalty = vla_jax.penalty_solve(
-        u, u, lambda0=lambda0, implementation=implementation, chunk_size=8
-    )
+    solution, penalty = vla_jax.penalty_solve(u, u, lambda0=lambda0, **chunks(implementation, 8))
     matrix = lambda0 * np.eye(5) + np.asarray(penalty[0, 0])
     assert_close(matrix @ np.asarray(solution[0, -1, 0]), u[0, -1, 0], tolerances.FLOAT64)

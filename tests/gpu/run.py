@@ -1,0 +1,600 @@
+"""Every implementation on this machine's GPU against the float64 oracle, and the pitfalls of GPUs.
+
+    python tests/gpu/run.py [--parts cases,table,decode,pitfalls,timing] [--implementations ...]
+
+Prints one line a check and ends with a non-zero status if any failed. Inputs are rounded to
+bfloat16 once, so that float32 and bfloat16 runs share one oracle; the oracle runs in other processes
+while the kernels compile. An implementation that cannot run here is skipped, with the reason, unless
+it was named on the command line.
+"""
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # one oracle a process
+    os.environ.setdefault(name, "1")
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+import ml_dtypes  # noqa: E402
+import numpy as np  # noqa: E402
+import oracle  # noqa: E402
+
+STATE = ("memory", "penalty", "key_sum")
+PARTS = ("cases", "table", "decode", "pitfalls", "timing")
+# Relative root mean square: (values, gradients).
+TOLERANCE = {"float32": (1e-4, 4e-4), "bfloat16": (2e-2, 2e-2)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One call. ``kind``: how keys and directions are drawn."""
+
+    name: str
+    length: int
+    dim: int
+    value_dim: int
+    kind: str = "random"
+    lambda0: float = 0.1
+    batch: int = 1
+    heads: int = 2
+    groups: int = 1
+    segments: bool = False
+    initial: bool = False
+    learned: bool = True
+    write_gain: str = "unit"
+    readout: str = "ratio"
+    seed: int = 0
+
+    @property
+    def options(self):
+        return {"write_gain": self.write_gain, "readout": self.readout}
+
+
+PROBLEMS = (
+    Problem("T1", 1, 16, 5, initial=True, batch=2),
+    Problem("T17 groups segments", 17, 64, 32, groups=2, segments=True, initial=True, batch=2),
+    Problem("T64 projection", 64, 128, 128, initial=True, write_gain="projection"),
+    Problem("T64 rls no ratio", 64, 24, 40, learned=False, write_gain="rls", readout="none"),
+    Problem("T1000 segments", 1000, 64, 64, segments=True, initial=True),
+    Problem("T4096", 4096, 64, 64),
+    Problem("T4096 d128", 4096, 128, 128, heads=1),
+    Problem("T1000 equal keys", 1000, 64, 64, "equal", learned=False, readout="none"),
+    Problem("T1000 keys of one sign", 1000, 64, 64, "sign", learned=False),
+    Problem("T1000 cond 1e4", 1000, 64, 64, "cond"),
+    Problem("T1000 lambda0 1e-3", 1000, 64, 64, lambda0=1e-3),
+    Problem("T1000 lambda0 1e3", 1000, 64, 64, lambda0=1e3),
+)
+TABLE = tuple(
+    Problem(f"table d{d}", 200, d, d, segments=True, initial=True) for d in (16, 32, 64, 128, 256)
+)
+
+
+def rounded(x):
+    return x.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def draw(p):
+    """(inputs, cotangents, segment_ids): float64 numbers that bfloat16 holds."""
+    rng = np.random.default_rng(p.seed)
+    shape = (p.batch, p.length, p.heads, p.dim)
+    raw = rng.standard_normal(shape)
+    feature = lambda x: np.where(x > 0, x + 1, np.exp(np.minimum(x, 0)))  # noqa: E731
+    key, direction = feature(raw), None
+    if p.kind == "equal":
+        key = np.broadcast_to(key[:, :1], shape)
+    if p.kind == "sign":
+        key = 3 + 0.1 * raw
+    if p.learned:
+        direction = np.einsum("bthd,hde->bthe", raw, rng.standard_normal((p.heads, p.dim, p.dim)))
+        direction /= np.linalg.norm(direction, axis=-1, keepdims=True) * np.sqrt(p.dim)
+    if p.kind == "cond":  # cond(M) = (lambda0 + T) / lambda0
+        common = rng.standard_normal(p.dim)
+        direction = 0.01 * direction + common / np.linalg.norm(common)
+    inputs = {
+        "query": feature(rng.standard_normal((*shape[:2], p.heads * p.groups, p.dim))),
+        "key": key,
+        "value": rng.standard_normal((*shape[:3], p.value_dim)),
+        "direction": direction,
+    }
+    inputs = {n: rounded(x) for n, x in inputs.items() if x is not None}
+    state = (
+        rng.standard_normal((p.batch, p.heads, p.dim, p.value_dim)),
+        np.zeros((p.batch, p.heads, p.dim, p.dim)),
+        feature(rng.standard_normal((p.batch, p.heads, p.dim))),
+    )
+    if p.initial:
+        past = rng.standard_normal((p.batch, p.heads, 2 * p.dim, p.dim)) / np.sqrt(p.dim)
+        penalty = rounded(np.einsum("bhnd,bhne->bhde", past, past))
+        state = (state[0], (penalty + penalty.mT) / 2, state[2])
+    inputs.update(zip(STATE, (x.astype(np.float32).astype(np.float64) for x in state), strict=True))
+    if not p.initial:
+        inputs.update({n: np.zeros_like(inputs[n]) for n in STATE})
+    inputs["lambda0"] = np.full(p.heads, np.float64(np.float32(p.lambda0)))
+    segment_ids = None
+    if p.segments:
+        segment_ids = np.cumsum(rng.random(shape[:2]) < 0.05, axis=1).astype(np.int32)
+    cotangents = {"out": rounded(rng.standard_normal((*inputs["query"].shape[:3], p.value_dim)))}
+    cotangents.update({n: rounded(rng.standard_normal(inputs[n].shape)) for n in STATE})
+    return inputs, cotangents, segment_ids
+
+
+def expected(p):
+    """Values and gradients of the oracle: {name: array}."""
+    inputs, cotangents, segment_ids = draw(p)
+    call = {n: inputs.get(n) for n in ("query", "key", "value", "direction", "lambda0")}
+    call |= {"initial_state": tuple(inputs[n] for n in STATE), "segment_ids": segment_ids}
+    call |= p.options
+    out, state, _ = oracle.attention(**call)
+    gradients = oracle.attention_grad(
+        cotangents["out"], tuple(cotangents[n] for n in STATE), **call
+    )
+    values = {"out": out} | dict(zip(STATE, state, strict=True))
+    return values | {f"d_{n}": x for n, x in gradients.items() if x is not None}
+
+
+# --- what follows needs the library, and so a GPU ------------------------------------------------
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--implementations", default="")
+    parser.add_argument("--only", default="", help="run problems whose name contains this")
+    parser.add_argument("--selftest", action="store_true", help="python -m vla_jax.selftest too")
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    if set(parts) - set(PARTS):
+        parser.error(f"--parts: any of {','.join(PARTS)}")
+    return Run(args, parts).everything()
+
+
+class Run:
+    """The checks and their outcome."""
+
+    def __init__(self, args, parts):
+        import jax
+
+        import vla_jax
+        from vla_jax import primitives, triton
+        from vla_jax.pallas import backend, recurrent
+
+        self.jax, self.np, self.vla = jax, jax.numpy, vla_jax
+        self.primitives, self.recurrent, self.triton = primitives, recurrent, triton
+        self.backend = backend
+        self.args, self.parts = args, parts
+        self.failures, self.checks, self.started = [], 0, time.time()
+        device = jax.devices()[0]
+        print(f"{device.device_kind}, jax {jax.__version__}", flush=True)
+        self.implementations = self.available()
+
+    def say(self, *words):
+        print(f"[{time.time() - self.started:5.0f}s]", *words, flush=True)
+
+    def report(self, name, passed, detail=""):
+        self.checks += 1
+        if not passed:
+            self.failures.append(name)
+        self.say("PASS" if passed else "FAIL", name, detail)
+
+    def guarded(self, name, check, *args):
+        """``check(*args)`` returns (passed, detail); an exception is a failure."""
+        try:
+            self.report(name, *check(*args))
+        except Exception as error:
+            self.report(name, False, f"{type(error).__name__}: {str(error)[:300]}")
+
+    def available(self):
+        named = [n for n in self.args.implementations.split(",") if n]
+        found = []
+        for name in named or ("xla", "pallas", "recurrent", "triton"):
+            try:
+                self.require(name, 64)
+                found.append(name)
+            except Exception as error:
+                if named:
+                    self.report(name, False, str(error))
+                else:
+                    self.say("SKIP", name, str(error)[:200])
+        return found
+
+    def require(self, name, dim):
+        """Raises NotImplementedError if the implementation cannot serve this head dimension."""
+        dtypes, dims = (self.np.float32,), (dim,)
+        if name == "recurrent":
+            self.recurrent.require(name, dtypes, dims)
+        elif name in self.primitives.FUSED:
+            self.primitives._module(name).require(dtypes, dims, None)
+
+    def everything(self):
+        selftest = None
+        if self.args.selftest:  # pitfall 25
+            command = [sys.executable, "-m", "vla_jax.selftest"]
+            selftest = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+        problems = [*(PROBLEMS if "cases" in self.parts else ())]
+        problems += TABLE if "table" in self.parts else ()
+        problems = [p for p in problems if self.args.only in p.name]
+        self.compare(problems)
+        for part in ("decode", "pitfalls", "timing"):
+            if part in self.parts:
+                getattr(self, part)()
+        if selftest is not None:
+            text, _ = selftest.communicate(timeout=300)
+            self.report("pitfall 25: selftest", selftest.returncode == 0, "\n" + text[-1500:])
+        print(f"{self.checks} checks, {len(self.failures)} failed", *self.failures, sep="\n  ")
+        return 1 if self.failures else 0
+
+    # --- values and gradients against the oracle -------------------------------------------------
+
+    def attention(self, implementation, p, inputs, segment_ids):
+        """out and the state, keyed by name."""
+        inputs = dict(inputs)
+        state = self.vla.VLAState(*(inputs.pop(n) for n in STATE))
+        out, state = self.vla.vla_attention(
+            **inputs, initial_state=state, segment_ids=segment_ids, return_state=True,
+            implementation=implementation, **p.options,
+        )  # fmt: skip
+        return {"out": out} | {n: getattr(state, n) for n in STATE}
+
+    def function(self, implementation, p, params=None):
+        """A function of (inputs, cotangents, segment_ids): values and gradients, keyed by name."""
+        jax, jnp = self.jax, self.np
+
+        def run(inputs, cotangents, segment_ids):
+            values, pull = jax.vjp(
+                lambda x: self.attention(implementation, p, x, segment_ids), inputs
+            )
+            return values | {f"d_{n}": x for n, x in pull(cotangents)[0].items()}
+
+        def run_recurrent(inputs, cotangents, segment_ids):
+            tokens = [inputs.get(n) for n in ("query", "key", "value", "direction")]
+            lambda0 = jnp.broadcast_to(inputs["lambda0"], (p.batch, p.heads))
+            state = [inputs[n] for n in STATE]
+            variant = self.primitives.Variant(**p.options, eps=1e-6)
+            kernels = (
+                functools.partial(k, params=params)
+                for k in (self.recurrent.forward, self.recurrent.backward)
+            )
+            forward, backward = kernels
+            values, saved = self.recurrent.attention_forward(
+                *tokens, lambda0, *state, segment_ids, variant=variant, kernel=forward
+            )
+            gradients = self.recurrent.attention_backward(
+                saved, [cotangents[n] for n in ("out", *STATE)], variant=variant, kernel=backward
+            )
+            names = "query", "key", "value", "direction", "lambda0", *STATE
+            result = {f"d_{n}": g for n, g in zip(names, gradients, strict=True) if g is not None}
+            result["d_lambda0"] = result["d_lambda0"].sum(0)
+            return dict(zip(("out", *STATE), values, strict=True)) | result
+
+        return run_recurrent if implementation == "recurrent" else run
+
+    def arrays(self, p, dtype):
+        inputs, cotangents, segment_ids = draw(p)
+        wide = (*STATE, "lambda0")
+        cast = lambda n, x: self.np.asarray(x, "float32" if n in wide else dtype)  # noqa: E731
+        inputs = {n: cast(n, x) for n, x in inputs.items()}
+        cotangents = {n: cast(n, x) for n, x in cotangents.items()}
+        return inputs, cotangents, None if segment_ids is None else self.np.asarray(segment_ids)
+
+    def compile(self, implementation, p, dtype):
+        arrays = self.arrays(p, dtype)
+        return self.jax.jit(self.function(implementation, p)).lower(*arrays).compile(), arrays
+
+    def errors(self, actual, wanted, dtype):
+        """(worst error over its tolerance, description)."""
+        worst, words = 0.0, []
+        for name, want in wanted.items():
+            got = np.asarray(actual[name]).astype(np.float64)
+            norm = np.linalg.norm(want)
+            if name == "d_lambda0":  # a sum of terms of both signs, of the size of d_penalty's
+                norm = max(norm, np.linalg.norm(wanted["d_penalty"]))
+            error = np.linalg.norm(got - want) / max(norm, 1e-30)
+            ratio = error / TOLERANCE[dtype][name.startswith("d_")]
+            worst = max(worst, ratio if np.isfinite(ratio) else np.inf)
+            words.append((ratio if np.isfinite(ratio) else np.inf, f"{name} {error:.1e}"))
+        return worst, " ".join(w for _, w in sorted(words, reverse=True)[:4])
+
+    def compare(self, problems):
+        jobs = []
+        for p in problems:
+            for implementation in self.implementations:
+                try:
+                    self.require(implementation, max(p.dim, p.value_dim))
+                except NotImplementedError:
+                    continue
+                dtypes = ["float32", "bfloat16"]
+                if implementation == "xla":  # plain JAX, tested elsewhere: for comparison
+                    dtypes = dtypes if p.name in ("T1000 cond 1e4", "T1000 lambda0 1e-3") else []
+                jobs += [(p, implementation, dtype) for dtype in dtypes]
+        spawn = multiprocessing.get_context("spawn")
+        with (
+            concurrent.futures.ProcessPoolExecutor(8, mp_context=spawn) as oracles,
+            concurrent.futures.ThreadPoolExecutor(8) as threads,
+        ):
+            slow_first = sorted(problems, key=lambda p: -p.length * p.dim**2)
+            wanted = {p: oracles.submit(expected, p) for p in slow_first}
+            compiled = {j: threads.submit(self.compile, j[1], j[0], j[2]) for j in jobs}
+            for job in jobs:
+                p, implementation, dtype = job
+
+                def check(job=job, p=p, dtype=dtype):
+                    function, arrays = compiled.pop(job).result()
+                    worst, words = self.errors(function(*arrays), wanted[p].result(), dtype)
+                    return worst <= 1, f"{worst:7.3f} of tolerance: {words}"
+
+                self.guarded(f"{implementation:9} {dtype:8} {p.name}", check)
+
+    # --- decoding --------------------------------------------------------------------------------
+
+    def decode(self):
+        """22 tokens through the kernel, the inverse derived again on the way, and the jnp path."""
+        if "recurrent" not in self.implementations:
+            return
+        jax, jnp = self.jax, self.np
+        for dim, value_dim, groups, learned in ((128, 128, 1, True), (12, 20, 2, False)):
+            p = Problem("decode", 22, dim, value_dim, groups=groups, learned=learned, initial=True)
+            inputs, _, _ = draw(p)
+            out, state, _ = oracle.attention(
+                **{n: inputs.get(n) for n in ("query", "key", "value", "direction", "lambda0")},
+                initial_state=tuple(inputs[n] for n in STATE),
+            )
+            arrays = {n: jnp.asarray(x, "float32") for n, x in inputs.items()}
+            state = (out, *state)
+
+            def steps(kernel, arrays=arrays, p=p):
+                start = self.vla.init_state(p.batch, p.heads, p.dim, p.value_dim)
+                start = start.replace(**{n: arrays[n] for n in STATE})
+                names = [n for n in ("query", "key", "value", "direction") if n in arrays]
+                tokens = {n: jnp.moveaxis(arrays[n], 1, 0) for n in names}
+
+                def step(carry, token):
+                    token = [token.get(n) for n in ("query", "key", "value", "direction")]
+                    if kernel:
+                        out, carry = self.recurrent.step(
+                            *token, arrays["lambda0"], carry, **p.options, eps=1e-6,
+                            params={"rederive_every": 7},
+                        )  # fmt: skip
+                    else:
+                        out, carry = self.vla.vla_step(*token, carry, lambda0=arrays["lambda0"])
+                    return carry, out
+
+                end, out = jax.lax.scan(step, start, tokens)
+                return jnp.moveaxis(out, 0, 1), *(getattr(end, n) for n in STATE), end.inverse
+
+            for kernel in (True, False):
+
+                def check(kernel=kernel, want=state, steps=steps):
+                    got = jax.jit(functools.partial(steps, kernel))()
+                    errors = [
+                        np.linalg.norm(np.asarray(g, np.float64) - w) / np.linalg.norm(w)
+                        for g, w in zip(got, want, strict=False)
+                    ]
+                    return max(errors) < 1e-5, f"largest error {max(errors):.1e}"
+
+                which = "kernel" if kernel else "vla_step"
+                self.guarded(f"decode d{dim} {which}", check)
+
+    # --- pitfalls --------------------------------------------------------------------------------
+
+    def pitfalls(self):
+        for name in [n for n in self.implementations if n in ("pallas", "triton")]:
+            for number, check in (
+                (2, self.repeated_direction),
+                (14, self.many_heads),
+                (15, self.too_large),
+                (19, self.float32_is_float32),
+                (20, self.x64),
+                (21, self.vmapped),
+                (27, self.deterministic),
+            ):
+                self.guarded(f"pitfall {number} {name}", check, name)
+
+    def repeated_direction(self, name):
+        p = Problem("", 4096, 64, 64, "equal", learned=False)
+        arrays = self.arrays(p, "bfloat16")
+        got = self.jax.jit(self.function(name, p))(*arrays)
+        finite = all(bool(self.np.isfinite(x).all()) for x in got.values())
+        penalty = np.asarray(got["penalty"], np.float64)
+        smallest = np.linalg.eigvalsh(np.linalg.inv(penalty + 0.1 * np.eye(64))).min()
+        wide = got["penalty"].dtype == got["memory"].dtype == self.np.float32
+        return finite and smallest > 0 and wide, f"smallest eigenvalue of A {smallest:.2e}"
+
+    def many_heads(self, name):
+        p = Problem("", 2, 16, 16, batch=32769, heads=2)
+        arrays = self.arrays(p, "float32")
+        got = self.jax.jit(self.function(name, p))(*arrays)
+        inputs, _, _ = draw(p)
+        last = {n: x if n == "lambda0" else x[-3:] for n, x in inputs.items() if n not in STATE}
+        want, _, _ = oracle.attention(**last, **p.options)
+        error = np.abs(np.asarray(got["out"][-3:]) - want).max() / np.abs(want).max()
+        return error < 1e-5, f"65538 heads, error {error:.1e}"
+
+    def too_large(self, name):
+        size = self.jax.ShapeDtypeStruct((8, 65536, 65, 64), self.np.bfloat16)
+        attend = functools.partial(self.vla.vla_attention, implementation=name)
+        try:
+            self.jax.jit(attend).trace(size, size, size)
+        except NotImplementedError as error:
+            return True, f"refused: {str(error)[:100]}"
+        return False, "accepted 2**31 elements without a test"
+
+    def float32_is_float32(self, name):
+        p = Problem("", 256, 64, 64)
+        got = self.jax.jit(self.function(name, p))(*self.arrays(p, "float32"))
+        worst, words = self.errors(got, expected(p), "float32")
+        return worst < 0.2, words
+
+    def x64(self, name):
+        p = Problem("", 40, 16, 24, segments=True, initial=True)
+        with self.jax.enable_x64(False):
+            arrays = self.arrays(p, "bfloat16")
+            narrow = self.jax.jit(self.function(name, p))(*arrays)
+        with self.jax.enable_x64(True):
+            wide = self.jax.jit(self.function(name, p))(*arrays)
+            equal = all(bool((narrow[n] == wide[n]).all()) for n in narrow)
+            double = [self.np.ones((1, 3, 1, 16), "float64")] * 3
+            try:
+                self.vla.vla_attention(*double, implementation=name)
+                refused = False
+            except NotImplementedError:
+                refused = True
+            works = self.vla.vla_attention(*double, implementation="xla").dtype == "float64"
+        return equal and refused and works, f"equal {equal}, float64 refused {refused}"
+
+    def vmapped(self, name):
+        jax, jnp = self.jax, self.np
+        p = Problem("", 20, 16, 16, batch=2)
+        x = self.arrays(p, "float32")[0]
+
+        def loss(query, key, value, direction):
+            out = self.vla.vla_attention(query, key, value, direction, implementation=name)
+            return (out**2).sum()
+
+        stacked = [jnp.stack([x[n], 2 * x[n]]) for n in ("query", "value")]
+        mapped = jax.vmap(
+            jax.value_and_grad(loss, argnums=(0, 1, 2, 3)), in_axes=(0, None, 0, None)
+        )
+        arguments = stacked[0], x["key"], stacked[1], x["direction"]
+        single = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3)))
+        got = jax.jit(mapped)(*arguments)
+        error = 0.0
+        for i in range(2):
+            want = single(stacked[0][i], x["key"], stacked[1][i], x["direction"])
+            for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                error = max(error, float(jnp.abs(g[i] - w).max() / jnp.abs(w).max()))
+        launches = [
+            jax.jit(f).lower(*a).as_text().count("custom_call")
+            for f, a in (
+                (mapped, arguments),
+                (single, (stacked[0][0], x["key"], stacked[1][0], x["direction"])),
+            )
+        ]
+        return error < 1e-5 and launches[0] <= launches[1], f"error {error:.1e}, calls {launches}"
+
+    def deterministic(self, name):
+        p = Problem("", 500, 64, 64, batch=4, heads=8, segments=True, initial=True)
+        arrays = self.arrays(p, "bfloat16")
+        run = self.jax.jit(self.function(name, p))
+        first, second = run(*arrays), run(*arrays)
+        return all(bool((first[n] == second[n]).all()) for n in first), "bitwise equal"
+
+    # --- timing ----------------------------------------------------------------------------------
+
+    def timing(self):
+        if "recurrent" not in self.implementations:
+            return
+        self.guarded("timing: decoding step", self.time_decode)
+        for dim in (64, 128):
+            for length in (16, 64):
+                self.guarded(f"timing: d{dim} T{length}", self.time_recurrent, dim, length)
+
+    def median(self, call, arguments, repeats=7):
+        """Milliseconds of ``arguments = call(arguments)``, after two warm-up calls."""
+        times = []
+        for i in range(repeats + 2):
+            start = time.perf_counter()
+            arguments = self.jax.block_until_ready(call(arguments))
+            if i > 1:
+                times.append((time.perf_counter() - start) * 1e3)
+        return sorted(times)[len(times) // 2]
+
+    def time_decode(self):
+        jax, jnp = self.jax, self.np
+        batch, heads, dim, count = 64, 16, 128, 40
+        p = Problem("", count, dim, dim, batch=batch, heads=heads)
+        rng = np.random.default_rng(0)
+        shape = (count, batch, heads, dim)
+        tokens = [jnp.asarray(rng.random(shape), "float32") for _ in range(4)]
+        lambda0 = jnp.full(heads, 0.1)
+        moved = 2 * 4 * batch * heads * (3 * dim * dim + dim)
+        floor = moved / 4.3e12 * 1e3
+        results = {}
+        for warps in (None, 4, 8, 16):
+            params = {} if warps is None else {"num_warps": warps}
+
+            def steps(carry, params=params, kernel=warps is not None):
+                def step(state, token):
+                    if kernel:
+                        out, state = self.recurrent.step(
+                            *token, lambda0, state, **p.options, eps=1e-6, params=params
+                        )
+                    else:
+                        out, state = self.vla.vla_step(*token, state, lambda0=lambda0)
+                    return state, out[0, 0, 0]
+
+                state, out = jax.lax.scan(step, carry[0], tokens)
+                return state, carry[1] + out.sum()
+
+            run = jax.jit(steps, donate_argnums=0)
+            state = self.vla.init_state(batch, heads, dim, dim)
+            state = state.replace(inverse=jnp.zeros_like(state.penalty))
+            results[warps] = self.median(run, (state, jnp.float32(0))) / count
+        best = min(v for k, v in results.items() if k)
+        words = ", ".join(f"{k or 'vla_step'}: {v * 1e3:.0f}" for k, v in results.items())
+        default = self.backend.parameters("vla_decode", dim)["num_warps"]
+        return results[default] < 1.5 * floor, (
+            f"microseconds a step, floor {floor * 1e3:.0f}; by warps {words}; "
+            f"best {best / floor:.2f} of the floor"
+        )
+
+    def time_recurrent(self, dim, length):
+        p = Problem("", length, dim, dim, batch=64, heads=16)
+        arrays = self.arrays(p, "bfloat16")
+        words = []
+        plain = [n for n in self.implementations if n != "recurrent"]
+        warps = {64: (4, 8), 128: (8, 16)}[dim]
+        for name in (*plain, *warps):
+            params = {"num_warps": name} if isinstance(name, int) else None
+            both = self.jax.jit(self.function("recurrent" if params else name, p, params))
+
+            def forward(x, name=name, params=params):
+                return self.function("recurrent" if params else name, p, params)(*x)["out"]
+
+            if not params:
+                forward = lambda x, name=name: self.attention(name, p, x[0], x[2])["out"]  # noqa: E731
+            else:  # its backward has effects that XLA does not know of, and is not removed
+                variant = self.primitives.Variant(**p.options, eps=1e-6)
+                kernel = functools.partial(self.recurrent.forward, params=params)
+
+                def forward(x, variant=variant, kernel=kernel):
+                    inputs = x[0]
+                    tokens = [inputs[n] for n in ("query", "key", "value", "direction")]
+                    lambda0 = self.np.broadcast_to(inputs["lambda0"], (p.batch, p.heads))
+                    state = [inputs[n] for n in STATE]
+                    return self.recurrent.attention_forward(
+                        *tokens, lambda0, *state, None, variant=variant, kernel=kernel
+                    )
+
+            forward = self.jax.jit(forward)
+
+            def repeat(call):
+                def calls(x):
+                    out = [call(x) for _ in range(5)]
+                    self.jax.block_until_ready(out)
+                    return x
+
+                return calls
+
+            times = [
+                self.median(repeat(f), arrays, repeats=5) / 5
+                for f in (forward, lambda x, both=both: both(*x))
+            ]
+            label = f"recurrent {name} warps" if params else name
+            words.append(f"{label} {times[0] * 1e3:.0f}/{times[1] * 1e3:.0f}")
+        return True, "microseconds, 1024 heads, forward / both: " + ", ".join(words)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,230 @@
+"""Every bad argument raises ValueError or TypeError with a message that names it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vla_jax
+
+B, T, H, HQ, D, E = 2, 3, 2, 4, 4, 5
+
+
+def ones(*shape, dtype=jnp.float32):
+    return jnp.ones(shape, dtype)
+
+
+def good():
+    return {
+        "query": ones(B, T, HQ, D),
+        "key": ones(B, T, H, D),
+        "value": ones(B, T, H, E),
+        "direction": ones(B, T, H, D),
+    }
+
+
+def state(**changes):
+    return vla_jax.init_state(B, H, D, E).replace(**changes)
+
+
+ATTENTION = {
+    "query": [
+        ones(B, T, D),
+        ones(B, T, 3, D),
+        ones(B, T + 1, HQ, D),
+        ones(B, T, HQ, D + 1),
+        ones(B + 1, T, HQ, D),
+        ones(B, T, HQ, D, dtype=jnp.int32),
+        [[1.0]],
+    ],
+    "key": [ones(B, T, H), ones(B, T, H, D, 1), ones(B, T, H, D, dtype=jnp.complex64)],
+    "value": [ones(B, T, H), ones(B, T, HQ, E), ones(B, T, H, 0), ones(B, T, H, E, dtype=bool)],
+    "direction": [ones(B, T, H, E), ones(B, T, HQ, D), ones(B, 1, H, D)],
+    "lambda0": [
+        0.0,
+        -0.1,
+        float("nan"),
+        float("inf"),
+        np.array([0.1, -1.0]),
+        np.array([0.1, np.nan]),
+        ones(3),
+        ones(1, H),
+        "0.1",
+        1j,
+    ],
+    "segment_ids": [
+        ones(B, T),
+        ones(B, T - 1, dtype=jnp.int32),
+        ones(B, T, 1, dtype=jnp.int32),
+        ones(T, dtype=jnp.int32),
+        jnp.array([[0, 0, 1], [1, 0, 0]]),
+        np.array([[0, 0, 1], [1, 1, 0]]),
+    ],
+    "mask": [
+        ones(B, T),
+        ones(B, T, dtype=jnp.int32),
+        ones(B, T + 1, dtype=bool),
+        ones(T, dtype=bool),
+        ones(B, T, H, dtype=bool),
+    ],
+    "write_gain": ["units", "", None, 1],
+    "readout": ["ratios", None, True],
+    "eps": [0.0, -1e-6, float("nan"), "small"],
+    "chunk_size": [0, -1, 2.5, True, "16"],
+    "implementation": ["xlaa", "", "Pallas", 3],
+    "initial_state": [
+        (ones(B, H, D, E), ones(B, H, D, D), ones(B, H, D)),
+        state(memory=ones(B, H, E, D)),
+        state(memory=ones(B, HQ, D, E)),
+        state(penalty=ones(B, H, D)),
+        state(penalty=ones(B, H, D, D + 1)),
+        state(key_sum=ones(B, H, D, 1)),
+        state(key_sum=ones(B + 1, H, D)),
+        state(key_sum=ones(B, H, D, dtype=jnp.int32)),
+    ],
+}
+
+
+def parameters(table):
+    return [
+        pytest.param(name, x, id=f"{name}-{i}")
+        for name, xs in table.items()
+        for i, x in enumerate(xs)
+    ]
+
+
+@pytest.mark.parametrize(("name", "bad"), parameters(ATTENTION))
+def test_vla_attention(name, bad):
+    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
+        vla_jax.vla_attention(**{**good(), name: bad})
+
+
+@pytest.mark.parametrize("field", ["memory", "penalty", "key_sum"])
+def test_state_errors_name_the_field(field):
+    with pytest.raises(ValueError, match=rf"initial_state\.{field}\b"):
+        vla_jax.vla_attention(**good(), initial_state=state(**{field: ones(1)}))
+
+
+def test_no_tokens():
+    with pytest.raises(ValueError, match="T"):
+        vla_jax.vla_attention(**{n: x[:, :0] for n, x in good().items()})
+
+
+STEP = {
+    "query": [ones(B, 3, D), ones(B, 1, HQ, D), ones(B, HQ, D + 1)],
+    "key": [ones(B, H), ones(B, H, D, dtype=jnp.int32)],
+    "value": [ones(B, HQ, E), ones(B, E)],
+    "direction": [ones(B, H, E)],
+    "state": [None, (), state(memory=ones(B, H, E, D)), state(penalty=ones(B, H, D))],
+    "lambda0": [0.0, float("nan")],
+    "write_gain": ["units"],
+    "readout": ["ratios"],
+    "eps": [0.0],
+}
+
+
+@pytest.mark.parametrize(("name", "bad"), parameters(STEP))
+def test_vla_step(name, bad):
+    arguments = {n: x[:, 0] for n, x in good().items()}
+    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
+        vla_jax.vla_step(**{**arguments, "state": state(), name: bad})
+
+
+SOLVE = {
+    "rhs": [ones(B, T, D), ones(B, T, H, D, dtype=jnp.int32), 1.0],
+    "direction": [ones(B, T, H, E), None],
+    "lambda0": [0.0, -1.0, float("nan"), ones(3), None],
+    "initial_penalty": [ones(B, H, D), ones(B, H, D, E), ones(H, D, D)],
+    "segment_ids": [ones(B, T), jnp.array([[0, 0, 1], [1, 0, 0]])],
+    "chunk_size": [0],
+    "implementation": ["cuda"],
+}
+
+
+@pytest.mark.parametrize(("name", "bad"), parameters(SOLVE))
+def test_penalty_solve(name, bad):
+    arguments = {"rhs": ones(B, T, H, D), "direction": ones(B, T, H, D), "lambda0": 0.1}
+    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
+        vla_jax.penalty_solve(**{**arguments, name: bad})
+
+
+RULE = {
+    "query": [ones(B, T, D), ones(B, T, 3, D)],
+    "key": [ones(B, T, D)],
+    "write_key": [ones(B, T, H, E), ones(B, T, HQ, D)],
+    "value": [ones(B, T, HQ, E)],
+    "initial_memory": [ones(B, H, E, D), ones(B, H, D)],
+    "segment_ids": [ones(B, T), jnp.array([[0, 0, 1], [1, 0, 0]])],
+    "chunk_size": [0],
+    "implementation": ["cuda"],
+}
+
+
+@pytest.mark.parametrize(("name", "bad"), parameters(RULE))
+def test_delta_rule(name, bad):
+    arguments = {**good(), "write_key": ones(B, T, H, D)}
+    del arguments["direction"]
+    with pytest.raises((ValueError, TypeError), match=rf"\b{name}\b"):
+        vla_jax.delta_rule(**{**arguments, name: bad})
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_heads", "key_dim", "value_dim"])
+@pytest.mark.parametrize("bad", [0, -1, 1.5])
+def test_init_state(name, bad):
+    sizes = {"batch_size": B, "num_heads": H, "key_dim": D, "value_dim": E}
+    with pytest.raises((ValueError, TypeError), match=name):
+        vla_jax.init_state(**{**sizes, name: bad})
+
+
+def test_checks_of_shape_hold_under_jit():
+    with pytest.raises(ValueError, match="mask"):
+        jax.jit(vla_jax.vla_attention)(**good(), mask=ones(B, T + 1, dtype=bool))
+
+
+def test_values_are_checked_only_where_concrete():
+    """Traced lambda0 and segment_ids cannot be checked and must not fail."""
+    ids = jnp.zeros((B, T), jnp.int32)
+    run = jax.jit(
+        lambda lambda0, ids: vla_jax.vla_attention(**good(), lambda0=lambda0, segment_ids=ids)
+    )
+    assert run(0.1, ids).shape == (B, T, HQ, E)
+
+
+def unavailable(name):
+    try:
+        vla_jax.vla_attention(**good(), implementation=name)
+    except NotImplementedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("name", ["pallas", "triton"])
+def test_unavailable_implementation(name):
+    if not unavailable(name):
+        pytest.skip(f"{name} works here")
+    with pytest.raises(NotImplementedError, match=name):
+        vla_jax.vla_attention(**good(), implementation=name)
+
+
+def primal(x, implementation):
+    return vla_jax.vla_attention(x, x, x, implementation=implementation).sum()
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_forward_mode_names_the_remedy(wrap, fast_implementation):
+    """Inside the caller's jit the error is JAX's own, raised after the library has returned."""
+    function = wrap(functools.partial(primal, implementation=fast_implementation))
+    error, match = NotImplementedError, "implementation='reference'"
+    if wrap is jax.jit:
+        error, match = (NotImplementedError, TypeError), "forward-mode"
+    with pytest.raises(error, match=match):
+        jax.jvp(function, (ones(1, T, 1, D),), (ones(1, T, 1, D),))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["plain", "jit"])
+def test_second_order_names_the_remedy(wrap, fast_implementation):
+    function = wrap(functools.partial(primal, implementation=fast_implementation))
+    with pytest.raises(NotImplementedError, match="implementation='reference'"):
+        jax.grad(lambda x: jax.grad(function)(x).sum())(ones(1, T, 1, D))

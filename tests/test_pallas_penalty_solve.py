@@ -1,0 +1,238 @@
+"""The Pallas kernels of `penalty_solve`, interpreted, against the oracle; and their lowering."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import support
+import tolerances
+
+from vla_jax.pallas import backend, penalty_solve
+
+# Two super-chunks and a tail from few tokens.
+SMALL = {"max_super_chunk": 64, "min_super_chunk": 64}
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setenv(backend.INTERPRET, "1")
+
+
+def draw(dtype, *, dim=16, length=90, heads=2, direction=True, segments=False, normalize=True):
+    """Inputs as float64 that ``dtype`` holds exactly; token 3 is absent (zero)."""
+    rng = np.random.default_rng(dim + length)
+
+    def normal(*shape, dtype=dtype):
+        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype)).astype(np.float64)
+
+    tokens = 2, length, heads, dim
+    key = np.asarray(jnp.asarray(np.exp(normal(*tokens) / 2), dtype)).astype(np.float64)
+    u = np.asarray(jnp.asarray(oracle.normalize(normal(*tokens))[0] / dim**0.5, dtype))
+    u = u.astype(np.float64)
+    key[:, 3] = u[:, 3] = 0
+    root = normal(2, heads, dim, dim, dtype="float32") / 4
+    inputs = {
+        "rhs": key if normalize else key / dim,
+        "direction": u if direction else None,
+        "lambda0": 0.1 * (1 + np.arange(heads, dtype=np.float32)).astype(np.float64),
+        "initial_penalty": np.asarray(root @ root.swapaxes(-1, -2), np.float32),
+        "segment_ids": np.sort(rng.integers(0, 4, (2, length))).astype(np.int32)
+        if segments
+        else None,
+    }
+    cotangents = {
+        "d_solution": normal(*tokens),
+        "d_penalty": normal(2, heads, dim, dim, dtype="float32"),
+        "d_normalized_rhs": normal(*tokens) if normalize else None,
+        "d_raw_rhs": normal(*tokens) if normalize else None,
+    }
+    return inputs, cotangents
+
+
+def expected(inputs, cotangents, normalize, write_gain):
+    """Values and gradients from the oracle, named as in `actual`."""
+    key, u = inputs["rhs"], inputs["direction"]
+    unit = oracle.normalize(key)[0] if normalize else key
+    options = {n: inputs[n] for n in ("lambda0", "initial_penalty", "segment_ids")}
+    direction = unit / key.shape[-1] ** 0.5 if u is None else u
+    alpha, penalty = oracle.penalty_solve(unit, direction, **options)
+    solution, d_alpha, d_unit = alpha, cotangents["d_solution"], 0
+    if write_gain is not None:
+        solution = oracle._write_vector(alpha, unit, write_gain)
+        d_alpha, d_unit = oracle._write_vector_grad(d_alpha, alpha, unit, write_gain)
+    grads = oracle.penalty_solve_grad(
+        d_alpha, cotangents["d_penalty"], unit, direction, **options
+    )
+    d_rhs = grads["rhs"] + d_unit
+    if u is None:
+        d_rhs = d_rhs + grads["direction"] / key.shape[-1] ** 0.5
+    if normalize:
+        d_rhs = oracle._normalize_grad(d_rhs + cotangents["d_normalized_rhs"], key)
+        d_rhs = d_rhs + cotangents["d_raw_rhs"]
+    return {
+        "solution": solution,
+        "penalty": penalty,
+        "d_rhs": d_rhs,
+        "d_direction": None if u is None else grads["direction"],
+        "d_lambda0": grads["lambda0"],
+        "d_initial_penalty": grads["penalty"],
+    }
+
+
+def actual(inputs, cotangents, dtype, **options):
+    def cast(tree):
+        return {
+            n: x
+            if x is None or x.dtype == np.int32
+            else jnp.asarray(x, "float32" if n in ("lambda0", "initial_penalty", "d_penalty") else dtype)
+            for n, x in tree.items()
+        }
+
+    inputs, cotangents = cast(inputs), cast(cotangents)
+
+    @jax.jit
+    def run(inputs, cotangents):
+        solution, gain, penalty = penalty_solve.forward(**inputs, **options)
+        d_rhs, d_direction, d_lambda0, d_initial = penalty_solve.backward(
+            **inputs, solution=solution, gain=gain, **cotangents, **options
+        )
+        return {
+            "solution": solution,
+            "penalty": penalty,
+            "d_rhs": d_rhs,
+            "d_direction": d_direction,
+            "d_lambda0": d_lambda0,
+            "d_initial_penalty": d_initial,
+        }
+
+    out = run(inputs, cotangents)
+    assert out["solution"].dtype == out["d_rhs"].dtype == jnp.dtype(dtype)
+    assert out["penalty"].dtype == jnp.float32
+    return out
+
+
+def check(dtype, params=SMALL, normalize=True, write_gain="unit", precision=None, **kinds):
+    inputs, cotangents = draw(dtype, normalize=normalize, **kinds)
+    want = expected(inputs, cotangents, normalize, write_gain)
+    options = {"normalize_rhs": normalize, "write_gain": write_gain}
+    got = actual(inputs, cotangents, dtype, params=params, precision=precision, **options)
+    assert got.keys() == want.keys()
+    for name, x in want.items():
+        if x is None:
+            assert got[name] is None
+        elif dtype == "float32":
+            support.assert_close(got[name], x, tolerances.FLOAT32, name)
+        elif name != "d_lambda0":
+            support.assert_rms_close(got[name], x, tolerances.BFLOAT16_RMS, name)
+        else:  # a sum of terms of both signs, each rounded
+            support.assert_rms_close(got[name], x, 4 * tolerances.BFLOAT16_RMS, name)
+    absent = np.asarray(got["solution"])[:, 3]
+    assert not absent.any()
+    if normalize:  # a zero key has a zero gradient but for what reaches it unnormalised
+        raw = np.asarray(got["d_rhs"]).astype(np.float64)[:, 3]
+        np.testing.assert_array_equal(raw, cotangents["d_raw_rhs"][:, 3])
+    if kinds.get("direction", True):
+        assert not np.asarray(got["d_direction"])[:, 3].any()
+
+
+def test_unit_gain_with_further_cotangents(interpreted):
+    check("float32")
+
+
+def test_projection_gain_segments_and_odd_sizes(interpreted):
+    check("float32", write_gain="projection", segments=True, dim=20, length=70)
+
+
+def test_direction_from_the_key_bfloat16(interpreted):
+    check("bfloat16", direction=False, segments=True)
+
+
+def test_bare_solve_under_x64(interpreted, x64):
+    check("float32", write_gain=None, normalize=False, segments=True, length=66)
+
+
+def test_large_dimension_keeps_the_matrices_in_memory(interpreted):
+    params = {"invert_rows": 16, "sweep_rows": 16, "gram_width": 16, "du_width": 16}
+    check("float32", params=SMALL | params, write_gain="rls", segments=True, dim=32, heads=1)
+
+
+def test_parts_of_the_resident_inverse(interpreted):
+    check("float16", params=SMALL | {"sweep_width": 16}, dim=32, heads=1)
+
+
+def test_tiny_lambda0_stays_finite(interpreted):
+    """The pivots' lower bound holds where 16-bit inputs and tf32 products would lose it."""
+    inputs, _ = draw("bfloat16", length=64)
+    inputs["lambda0"] = np.full(2, 1e-12)
+    inputs["initial_penalty"] = np.zeros((2, 2, 16, 16))
+    cast = [None if x is None else jnp.asarray(x, "float32") for x in inputs.values()]
+    cast[:2] = [x.astype("bfloat16") for x in cast[:2]]
+    out = penalty_solve.forward(*cast, normalize_rhs=True, write_gain="unit")
+    assert all(np.isfinite(np.asarray(x, np.float32)).all() for x in out)
+
+
+def test_super_chunks_split_long_narrow_inputs():
+    params = backend.parameters("penalty_solve", 64)
+    length = functools.partial(penalty_solve.super_chunk_length, params=params)
+    assert length(64, 1) == 64
+    assert length(4096, 1024) == params["max_super_chunk"]
+    assert length(8192, 1) == params["min_super_chunk"]
+    for tokens in (64, 4096, 65536):
+        assert length(tokens, 16) % penalty_solve.GROUP == 0
+
+
+def test_refusals(monkeypatch):
+    inputs, _ = draw("float32", length=16)
+    call = functools.partial(penalty_solve.forward, *map(jnp.asarray, list(inputs.values())[:4]))
+    if not backend.is_available():
+        with pytest.raises(NotImplementedError, match="no NVIDIA GPU"):
+            call(None)
+    monkeypatch.setenv(backend.INTERPRET, "1")
+    assert backend.is_available()
+    with pytest.raises(ValueError, match="direction=None"):
+        penalty_solve.forward(jnp.ones((1, 1, 1, 4)), None, jnp.ones(1), jnp.ones((1, 1, 4, 4)), None)
+    with pytest.raises(NotImplementedError, match="float64"):
+        backend.require("penalty_solve", (np.float64,))
+    with pytest.raises(NotImplementedError, match="257"):
+        backend.require("penalty_solve", (np.float32,), (257,))
+
+
+def lower_for_cuda(function, *args):
+    """The text of ``function`` lowered for an H200, which need not be there."""
+    traced = jax.jit(function).trace(*args)
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.filterwarnings("error::DeprecationWarning")
+def test_lowers_to_triton(monkeypatch):
+    monkeypatch.delenv(backend.INTERPRET, raising=False)
+    monkeypatch.setattr(backend, "_reason_unavailable", lambda: None)
+    tokens = jax.ShapeDtypeStruct((1, 128, 1, 32), jnp.bfloat16)
+    lambda0 = jax.ShapeDtypeStruct((1,), jnp.float32)
+    penalty = jax.ShapeDtypeStruct((1, 1, 32, 32), jnp.float32)
+    gain = jax.ShapeDtypeStruct((1, 128, 1), jnp.float32)
+    options = {"normalize_rhs": True, "write_gain": "unit"}
+
+    def run(key, u, lam, m, a, gain, d_a):
+        out = penalty_solve.forward(key, u, lam, m, None, **options)
+        return out, penalty_solve.backward(key, u, lam, m, None, a, gain, d_a, m, **options)
+
+    args = tokens, tokens, lambda0, penalty, tokens, gain, tokens
+    try:
+        text = lower_for_cuda(run, *args)
+    except Exception as error:  # jaxlib without its GPU plugin cannot compile Triton ahead of time
+        if jax.__version_info__ >= (0, 11) or "triton" not in str(error).lower():
+            raise
+        pytest.skip(f"this jaxlib cannot lower Triton without a GPU: {error}")
+    names = set(re.findall(r"vla_penalty_\w+", text))
+    assert {"vla_penalty_gram", "vla_penalty_invert", "vla_penalty_du"} <= names
+    assert "triton" in text

@@ -1,0 +1,102 @@
+"""The self-test finds a wrong gradient and a wrong value, and passes what is right."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from vla_jax import ops, primitives, selftest
+
+ALL_CASES, ALL_TOLERANCES = selftest.CASES, selftest.TOLERANCES
+SMALL = selftest.Case("small", (1, 5, 2, 1, 4, 3), packed=True)
+
+
+@pytest.fixture(autouse=True)
+def few_cases(monkeypatch):
+    monkeypatch.setattr(selftest, "CASES", (SMALL,))
+    monkeypatch.setattr(selftest, "TOLERANCES", {"float32": selftest.TOLERANCES["float32"]})
+
+
+@jax.custom_vjp
+def wrong_gradient(x):
+    return x
+
+
+wrong_gradient.defvjp(lambda x: (x, None), lambda _, g: (1.01 * g,))
+
+
+def spoil(monkeypatch, change):
+    """Applies ``change`` to the output of the implementation that None chooses."""
+    right = ops.vla_attention
+
+    def vla_attention(*args, implementation, **kwargs):
+        out, state = right(*args, implementation=implementation, **kwargs)
+        return (out if implementation == "reference" else change(out)), state
+
+    monkeypatch.setattr(ops, "vla_attention", vla_attention)
+
+
+def test_right_implementations_are_safe(capsys):
+    assert selftest.main() == 0
+    text = capsys.readouterr().out
+    for name in primitives.IMPLEMENTATIONS:
+        assert any(line.startswith(name) for line in text.splitlines())
+    assert "safe  <- implementation=None" in text
+    assert "WRONG" not in text
+
+
+@pytest.mark.parametrize("operation", ["penalty_solve", "delta_rule"])
+def test_primitives(operation):
+    case = dataclasses.replace(SMALL, operation=operation)
+    (result,) = selftest.run(["xla"], cases=[case])
+    assert result.passed
+    assert result.worst
+
+
+def test_cases_cover_the_operations_and_bfloat16():
+    assert {c.operation for c in ALL_CASES} == {"vla_attention", "penalty_solve", "delta_rule"}
+    assert set(ALL_TOLERANCES) == {"float32", "bfloat16"}
+    assert any(c.packed for c in ALL_CASES)
+    assert any(not c.packed for c in ALL_CASES)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [wrong_gradient, lambda x: x * 1.01, lambda x: x.at[0].set(jnp.nan)],
+    ids=["gradient", "value", "nan"],
+)
+def test_a_wrong_implementation_is_found(monkeypatch, change):
+    spoil(monkeypatch, change)
+    (result,) = selftest.run(["xla"], cases=[SMALL], dtypes=["float32"])
+    assert result.served
+    assert not result.passed
+    assert (result.value_error < 1e-4) == (change is wrong_gradient)
+    assert "WRONG" in selftest.report([result])
+
+
+def test_command_fails_when_the_default_is_wrong(monkeypatch, capsys):
+    spoil(monkeypatch, wrong_gradient)
+    monkeypatch.setattr(primitives, "IMPLEMENTATIONS", ("reference", "xla"))
+    monkeypatch.setattr(selftest, "_chosen", lambda *_: "xla")
+    assert selftest.main() == 1
+    assert "implementation=None is not safe here: pass implementation=" in capsys.readouterr().out
+
+
+def test_a_failing_implementation_is_reported(monkeypatch):
+    def broken(out):
+        raise RuntimeError("cannot lower\nthis")
+
+    spoil(monkeypatch, broken)
+    (result,) = selftest.run(["xla"], cases=[SMALL], dtypes=["float32"])
+    assert result.message.startswith("RuntimeError")
+    assert not result.passed
+    assert "FAILED: RuntimeError: cannot lower this" in selftest.report([result])
+    assert selftest.verdicts([result]) == {"xla": "wrong"}
+
+
+def test_wrong_arguments_are_named():
+    with pytest.raises(ValueError, match="implementation"):
+        selftest.run(["fast"])
+    with pytest.raises(ValueError, match="dtype"):
+        selftest.run(["xla"], dtypes=["float8"])
