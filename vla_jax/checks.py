@@ -35,9 +35,11 @@ def assert_unit_norm(x: Array, axis: int = -1, *, name: str = "x") -> None:
 
         checked = chex.chexify(jax.jit(f), async_check=False)
 
-    Without that wrapper chex refuses to trace a value check and raises RuntimeError. A vector with
-    a NaN or an infinity fails, and so does one so small that its length underflows: only exact
-    zeros count as zero.
+    Without that wrapper chex refuses to trace a value check and raises RuntimeError. One limit is
+    JAX's own: in the body of a ``scan`` that is differentiated, checkify drops every check.
+
+    A vector with a NaN or an infinity fails, and so does one so small that its length underflows:
+    only exact zeros count as zero.
 
     Args:
       x: any shape, floating point.

@@ -483,7 +483,7 @@ def _check_invariants(
         lambda0=lambda0,
         initial_penalty=penalty.astype(unit_key.dtype),
         segment_ids=segment_ids,
-        implementation=config.implementation,
+        implementation="xla",
     )
     checks.assert_unit_key_and_gain(unit_key, numerics.normalize(solution))
 

@@ -76,6 +76,7 @@ class VariationalLinearAttention(linen.Module):
         return LayerConfig(**{name: getattr(self, name) for name in names})
 
     def setup(self) -> None:
+        """Declares the parameters."""
         config = self.config
 
         def init_group(rng, members):

@@ -86,7 +86,7 @@ class VariationalLinearAttention(nnx.Module):
         mesh = jax.sharding.get_abstract_mesh()
         eager = nnx.using_eager_sharding() and not mesh.empty
         eager = eager and bool(linen.get_logical_axis_rules())
-        return dict(out_sharding=parameter.axes, eager_sharding=eager)
+        return {"out_sharding": parameter.axes, "eager_sharding": eager}
 
     def _parameters(self) -> layer.Parameters:
         return {

@@ -51,11 +51,14 @@ class Policy:
       accumulator: dtype of the state, of every factorisation and of accumulation.
       operand: dtype to which the operands of the delta rule's products are rounded.
       precision: ``jax.lax`` precision of the products on ``accumulator`` operands.
+      requested: the precision that the caller asked for, None for the default above; for kernels,
+        which have arithmetic of their own to choose from.
     """
 
     accumulator: DTypeLike
     operand: DTypeLike
     precision: Any
+    requested: Any = None
 
     def dot(self, equation: str, *operands: Array) -> Array:
         """``jnp.einsum`` in accumulator precision: for the solve and for everything carried."""
@@ -109,6 +112,7 @@ def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
         accumulator=jnp.dtype(accumulator),
         operand=jnp.dtype(operand),
         precision=default if precision is None else _precision(precision),
+        requested=None if precision is None else _precision(precision),
     )
 
 

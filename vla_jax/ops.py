@@ -22,10 +22,10 @@ from vla_jax.types import (
     WriteGain,
 )
 
-# Decoding derives the cached inverse from the penalty again after this many rank-one updates. In
-# float32 the drift over so few is below 1e-4 even for one direction repeated forever, and the
-# factorisation, spread over them, costs nothing that can be measured.
-REDERIVE_EVERY = 1024
+# Decoding compares the cached inverse with the penalty after this many rank-one updates, and derives
+# it afresh where that fits better. Rarely enough that the factorisation costs nothing that can be
+# measured; the updates themselves drift by about 1e-5 in 10⁵ steps of float32.
+REDERIVE_EVERY = 4096
 
 
 def init_state(
@@ -57,7 +57,10 @@ def init_state(
 def _with_empty_cache(state: VLAState) -> VLAState:
     per_head = jnp.zeros(state.key_sum.shape[:-1], state.key_sum.dtype)
     return state.replace(
-        inverse=jnp.zeros_like(state.penalty), inverse_lambda0=per_head, inverse_age=per_head
+        inverse=jnp.zeros_like(state.penalty),
+        inverse_lambda0=per_head,
+        inverse_age=per_head,
+        penalty_rest=jnp.zeros_like(state.penalty),
     )
 
 
@@ -108,13 +111,14 @@ def vla_attention(
         stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂.
       readout: ``"ratio"``, or ``"none"`` for ``S q``.
       eps: positive floor of the ratio's denominator.
-      chunk_size: tokens of a chunk; the default suits the implementation.
+      chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
+        not the result. ``"reference"`` has no chunks, and the GPU kernels refuse it.
       implementation: None picks the best that works here. ``"reference"`` (token by token, any
         kind of differentiation), ``"xla"`` (chunkwise), ``"associative"`` (chunkwise, associative
         scan over chunks), ``"pallas"`` (GPU kernels), ``"triton"``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs; for 16-bit inputs tf32 in the solve and the inputs' dtype in the memory, always
-        accumulated in float32.
+        accumulated in float32. ``"reference"`` is always as exact as its dtype.
       return_state: whether to return the state after the last token as well.
 
     Returns:
@@ -199,6 +203,12 @@ def _attention(
             query, key, value, direction, lambda0, state, segment_ids,
             write_gain=write_gain, readout=readout, eps=eps,
         )  # fmt: skip
+    elif config.implementation in primitives.FUSED:
+        out, *fields = primitives.attention(
+            config, primitives.Variant(write_gain, readout, eps), query, key, value, direction,
+            lambda0, state.memory, state.penalty, state.key_sum, segment_ids,
+        )  # fmt: skip
+        state = VLAState(*fields)
     else:
         unit_key, write_key, penalty = write_keys(
             key, direction, lambda0, state.penalty, segment_ids,
@@ -254,10 +264,10 @@ def vla_step(
     """One token of ``vla_attention``: for decoding, in time and memory that do not grow.
 
     The inverse of the penalty is carried in the state and updated by the Sherman–Morrison formula;
-    it is derived afresh from the exact penalty when the state has none for this ``lambda0`` (the
-    first step after ``vla_attention`` or ``init_state``) and then every ``REDERIVE_EVERY`` steps,
-    so rounding does not accumulate. Any kind of differentiation works, and the gradient reaches
-    ``state.penalty`` exactly.
+    it is derived from the exact penalty when the state has none for this ``lambda0`` (the first
+    step after ``vla_attention`` or ``init_state``), and compared with it every ``REDERIVE_EVERY``
+    steps, so rounding does not accumulate. Any kind of differentiation works, and the gradient
+    reaches ``state.penalty`` exactly.
 
     Args:
       query: ``[B, Hq, D]``; key, direction: ``[B, H, D]``; value: ``[B, H, E]``: as in
@@ -294,6 +304,7 @@ def vla_step(
             inverse=state.inverse,
             inverse_lambda0=state.inverse_lambda0,
             inverse_age=state.inverse_age,
+            penalty_rest=state.penalty_rest,
         ),
         validation.lambda0(lambda0, heads, dtype),
         write_gain=write_gain,
@@ -316,7 +327,14 @@ def _step(query, key, value, direction, state, lambda0, *, write_gain, readout, 
 
     regulariser = lambda0[:, None, None] * jnp.eye(dim, dtype=dtype)
     before = numerics.symmetrize(state.penalty)
-    penalty = before + u[..., :, None] * u[..., None, :]
+    outer = u[..., :, None] * u[..., None, :]
+    rest = state.penalty_rest
+    if rest is None:
+        penalty = before + outer
+    else:  # compensated: what this addition rounds away is added with the next one
+        addend = outer + jax.lax.stop_gradient(rest.astype(dtype))
+        penalty = before + addend
+        rest = jax.lax.stop_gradient(addend - (penalty - before))
     inverse, cache = _next_inverse(
         *jax.lax.stop_gradient((state, before + regulariser, u, lambda0))
     )
@@ -329,7 +347,7 @@ def _step(query, key, value, direction, state, lambda0, *, write_gain, readout, 
         eps=eps,
     )  # fmt: skip
     out = out.reshape(out.shape[0], -1, out.shape[-1]).astype(out_dtype)
-    return out, VLAState(memory, penalty, key_sum, **cache)
+    return out, VLAState(memory, penalty, key_sum, **cache, penalty_rest=rest)
 
 
 def _next_inverse(
@@ -340,15 +358,25 @@ def _next_inverse(
         inverse = numerics.positive_definite_inverse(matrix)
         return reference.sherman_morrison(inverse, u), {}
     cached, age = state.inverse.astype(matrix.dtype), state.inverse_age
-    stale = (state.inverse_lambda0 != lambda0) | (age >= REDERIVE_EVERY)
-    derive = jnp.any(stale)
-    inverse = jax.lax.cond(
-        derive, lambda: numerics.positive_definite_inverse(matrix), lambda: cached
-    )
-    inverse = reference.sherman_morrison(inverse, u)
+    absent = state.inverse_lambda0 != lambda0
+    due = jnp.any(absent | (age >= REDERIVE_EVERY))
+
+    def derive():
+        derived = numerics.positive_definite_inverse(matrix)
+        better = absent | (2 * _misfit(matrix, derived) < _misfit(matrix, cached))
+        return jnp.where(better[..., None, None], derived, cached)
+
+    inverse = reference.sherman_morrison(jax.lax.cond(due, derive, lambda: cached), u)
     cache: dict[str, Array | None] = {
         "inverse": inverse,
         "inverse_lambda0": jnp.broadcast_to(lambda0, age.shape),
-        "inverse_age": jnp.where(derive, 1, age + 1).astype(matrix.dtype),
+        "inverse_age": jnp.where(due, 1, age + 1).astype(matrix.dtype),
     }
     return inverse, cache
+
+
+def _misfit(matrix: Array, inverse: Array) -> Array:
+    """Largest entry of ``I − M M⁻¹`` per head: infinite where it is not a number."""
+    product = jnp.einsum("bhij,bhjk->bhik", matrix, inverse, precision=jax.lax.Precision.HIGHEST)
+    misfit = jnp.max(jnp.abs(product - jnp.eye(matrix.shape[-1])), axis=(-2, -1))
+    return jnp.where(jnp.isnan(misfit), jnp.inf, misfit)

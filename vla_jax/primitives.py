@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
 from typing import Any
 
 import jax
@@ -22,7 +23,17 @@ from vla_jax import associative, chunkwise, numerics, reference, validation
 from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike
 
 IMPLEMENTATIONS = ("reference", "xla", "associative", "pallas", "triton")
-_CHUNKWISE = {"xla": chunkwise, "associative": associative}
+
+# Implementations that run the whole of ``vla_attention`` themselves, and where they live. Imported
+# when asked for: they need packages or devices that others do without.
+FUSED = {"pallas": "vla_jax.pallas.attention", "triton": "vla_jax.triton"}
+
+
+def _module(implementation: str) -> Any:
+    """The module whose ``*_forward`` and ``*_backward`` an implementation is."""
+    if implementation in FUSED:
+        return importlib.import_module(FUSED[implementation])
+    return {"xla": chunkwise, "associative": associative}[implementation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,28 +56,23 @@ def configure(
     ``implementation=None`` is the best that works here; a name forces it.
 
     Raises:
-      ValueError, TypeError: if an option has no such value, or is one that the implementation
-        cannot honour.
-      NotImplementedError: if the named implementation cannot run here.
+      ValueError, TypeError: if an option has no such value.
+      NotImplementedError: if the named implementation cannot run here, or with that option.
     """
     if chunk_size is not None:
         validation.positive("chunk_size", chunk_size, integer=True)
     policy = numerics.policy(*inputs, precision=precision)
+    dtypes = tuple(x.dtype for x in inputs)
+    dims = tuple(x.shape[-1] for x in inputs)
     if implementation is None:
-        return Config("xla", policy, chunk_size)
+        try:
+            _module("pallas").require(dtypes, dims, chunk_size, default=True)
+        except (NotImplementedError, ImportError):
+            return Config("xla", policy, chunk_size)
+        return Config("pallas", policy, chunk_size)
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
-    if implementation in ("pallas", "triton"):
-        raise NotImplementedError(
-            f"implementation={implementation!r} is not available here; "
-            "use 'xla' (chunkwise), 'associative' or 'reference'"
-        )
-    if implementation == "reference":
-        for name, option in (("chunk_size", chunk_size), ("precision", precision)):
-            if option is not None:
-                raise ValueError(
-                    f"{name} must be None with implementation='reference', which goes token by "
-                    f"token in full precision; got {option!r}"
-                )
+    if implementation in FUSED:
+        _module(implementation).require(dtypes, dims, chunk_size)
     return Config(implementation, policy, chunk_size)
 
 
@@ -112,7 +118,7 @@ def _penalty_solve(config, rhs, direction, lambda0, initial_penalty, segment_ids
 
 
 def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment_ids):
-    solution, penalty = _CHUNKWISE[config.implementation].penalty_solve_forward(
+    solution, penalty = _module(config.implementation).penalty_solve_forward(
         rhs,
         direction,
         lambda0,
@@ -128,9 +134,8 @@ def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment
 
 def _penalty_solve_bwd(config, residuals, cotangents):
     *residuals, rhs_like = residuals
-    d_rhs, d_direction, d_lambda0, d_penalty = _CHUNKWISE[
-        config.implementation
-    ].penalty_solve_backward(
+    backward = _module(config.implementation).penalty_solve_backward
+    d_rhs, d_direction, d_lambda0, d_penalty = backward(
         *residuals, *cotangents, policy=config.policy, chunk_size=config.chunk_size
     )
     d_rhs = d_rhs.astype(rhs_like.dtype)
@@ -158,6 +163,8 @@ def solve(
     initial_penalty = numerics.symmetrize(initial_penalty)
     if config.implementation == "reference":
         return reference.penalty_solve(rhs, direction, lambda0, initial_penalty, segment_ids)
+    if config.implementation in FUSED:
+        lambda0 = jnp.broadcast_to(lambda0, initial_penalty.shape[:2])
     return _penalty_solve(config, rhs, direction, lambda0, initial_penalty, segment_ids)
 
 
@@ -187,11 +194,13 @@ def penalty_solve(
         ``lambda0`` term. It belongs to the first segment. Default zeros.
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the penalty
         restarts from zero.
-      chunk_size: tokens of a chunk; the default suits the implementation.
+      chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
+        not the result. ``"reference"`` has no chunks, and the GPU kernels refuse it.
       implementation: ``None`` (the best that works here) or one of ``"reference"``, ``"xla"``,
         ``"associative"``, ``"pallas"``, ``"triton"``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
-        inputs, tf32 (where the device has it) for 16-bit inputs.
+        inputs, tf32 (where the device has it) for 16-bit inputs. ``"reference"`` has no matrix
+        products and is always as exact as its dtype.
 
     Returns:
       ``(solution, penalty)``: ``[B, T, H, D]`` in the dtype of ``rhs``, and the penalty of the last
@@ -241,7 +250,7 @@ def _delta_rule(config, query, key, write_key, value, initial_memory, segment_id
 
 
 def _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segment_ids):
-    out, memory, starts = _CHUNKWISE[config.implementation].delta_rule_forward(
+    out, memory, starts = _module(config.implementation).delta_rule_forward(
         query,
         key,
         write_key,
@@ -256,7 +265,7 @@ def _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segmen
 
 
 def _delta_rule_bwd(config, residuals, cotangents):
-    *tokens, d_initial = _CHUNKWISE[config.implementation].delta_rule_backward(
+    *tokens, d_initial = _module(config.implementation).delta_rule_backward(
         *residuals, *cotangents, policy=config.policy, chunk_size=config.chunk_size
     )
     tokens = (d.astype(x.dtype) for d, x in zip(tokens, residuals[:4], strict=True))
@@ -349,3 +358,57 @@ def delta_rule(
 def _jit_delta_rule(config, query, *args):
     out, memory = delta(config, query, *args)
     return out.astype(query.dtype), memory
+
+
+# --- the whole of vla_attention, for implementations that fuse it -------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """The static options of the recurrence (``docs/derivation.md``, variants)."""
+
+    write_gain: str
+    readout: str
+    eps: float
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attention(config, variant, *arrays):
+    return _attention_fwd(config, variant, *arrays)[0]
+
+
+def _attention_fwd(config, variant, *arrays):
+    return _module(config.implementation).attention_forward(
+        *arrays, policy=config.policy, variant=variant
+    )
+
+
+def _attention_bwd(config, variant, residuals, cotangents):
+    gradients = _module(config.implementation).attention_backward(
+        residuals, cotangents, policy=config.policy, variant=variant
+    )
+    return *_once(*gradients), None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def attention(
+    config: Config,
+    variant: Variant,
+    query: Array,
+    key: Array,
+    value: Array,
+    direction: Array | None,
+    lambda0: Array,
+    memory: Array,
+    penalty: Array,
+    key_sum: Array,
+    segment_ids: Array | None,
+) -> tuple[Array, Array, Array, Array]:
+    """``(out, memory, penalty, key_sum)`` of an implementation in ``FUSED``, arguments validated."""
+    lambda0 = jnp.broadcast_to(lambda0, memory.shape[:2])
+    return _attention(
+        config, variant, query, key, value, direction, lambda0, memory, penalty, key_sum,
+        segment_ids,
+    )  # fmt: skip

@@ -9,7 +9,6 @@ implementation that ``implementation=None`` chooses is wrong, 0 otherwise.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
@@ -41,6 +40,8 @@ class Case:
       direction: "random" (length 1/√D), "key" (None, that is k̂/√D), or "unit key" (k̂ itself).
       packed: whether there are a mask, segments and an initial state.
       write_gain, readout: as in ``vla_attention``.
+      operation: "vla_attention", or one of its two primitives, which some implementations do not
+        use inside it.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Case:
     packed: bool = False
     write_gain: str = "unit"
     readout: str = "ratio"
+    operation: str = "vla_attention"
 
 
 CASES = (
@@ -57,6 +59,8 @@ CASES = (
     Case("projection", (1, 129, 2, 2, 64, 64), "key", write_gain="projection", readout="none"),
     Case("rls, packed", (1, 100, 2, 2, 16, 32), "unit key", True, "rls", "none"),
     Case("large heads", (1, 70, 1, 1, 128, 128)),
+    Case("penalty_solve", (2, 70, 2, 2, 32, 32), packed=True, operation="penalty_solve"),
+    Case("delta_rule", (2, 70, 4, 2, 32, 48), packed=True, operation="delta_rule"),
 )
 
 
@@ -69,6 +73,7 @@ class Result:
       value_error, gradient_error: the largest relative root mean square difference over output and
         state, and over the gradients; infinite if something is not finite or an error was raised.
       worst: the gradient with that difference.
+      chosen: whether ``implementation=None`` chooses it for this call.
       message: why there is no comparison: the implementation does not serve here (``served`` is
         False) or failed.
       served: whether the implementation accepted the call.
@@ -80,6 +85,7 @@ class Result:
     value_error: float = float("inf")
     gradient_error: float = float("inf")
     worst: str = ""
+    chosen: bool = False
     message: str = ""
     served: bool = True
 
@@ -90,8 +96,8 @@ class Result:
         return self.served and self.value_error <= value and self.gradient_error <= gradient
 
 
-def _draw(case: Case, dtype: str) -> tuple[dict[str, Array], dict[str, Array], tuple[Any, ...]]:
-    """Differentiable inputs, the others, and cotangents of output and state."""
+def _draw(case: Case, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
+    """Every differentiable input, and the others."""
     batch, length, query_heads, heads, dim, value_dim = case.shape
     rng = np.random.default_rng(0)
 
@@ -103,6 +109,8 @@ def _draw(case: Case, dtype: str) -> tuple[dict[str, Array], dict[str, Array], t
         "key": numerics.feature_map(normal(batch, length, heads, dim)),
         "value": normal(batch, length, heads, value_dim),
     }
+    if case.operation != "vla_attention":
+        tokens["key"] = numerics.normalize(tokens["key"])
     if case.direction == "random":
         tokens["direction"] = numerics.normalize(normal(batch, length, heads, dim)) / dim**0.5
     elif case.direction == "unit key":
@@ -119,40 +127,60 @@ def _draw(case: Case, dtype: str) -> tuple[dict[str, Array], dict[str, Array], t
         rest["segment_ids"] = jnp.asarray(
             np.sort(rng.integers(0, 4, (batch, length)), axis=-1), jnp.int32
         )
-    cotangents = (
-        normal(batch, length, query_heads, value_dim).astype(dtype),
-        (
-            normal(batch, heads, dim, value_dim),
-            normal(batch, heads, dim, dim),
-            normal(batch, heads, dim),
-        ),
+    return inputs, rest
+
+
+def _apply(case: Case, implementation: str, inputs: dict[str, Any], rest: dict[str, Any]) -> Any:
+    """``(out, state)`` of the case's operation."""
+    x = dict(inputs)
+    options: dict[str, Any] = {"implementation": implementation}
+    options["segment_ids"] = rest.get("segment_ids")
+    if case.operation == "penalty_solve":
+        return primitives.penalty_solve(
+            x["key"], x["direction"], lambda0=x["lambda0"], initial_penalty=x["penalty"], **options
+        )
+    if case.operation == "delta_rule":
+        write_key = x["direction"] * case.shape[4] ** 0.5
+        return primitives.delta_rule(
+            x["query"], x["key"], write_key, x["value"], initial_memory=x["memory"], **options
+        )
+    state = [x.pop(name, None) for name in ("memory", "penalty", "key_sum")]
+    out, final = ops.vla_attention(
+        **x,
+        initial_state=None if state[0] is None else VLAState(*state),
+        mask=rest.get("mask"),
+        write_gain=case.write_gain,
+        readout=case.readout,
+        return_state=True,
+        **options,
     )
-    return inputs, rest, cotangents
+    return out, (final.memory, final.penalty, final.key_sum)
 
 
 def _evaluate(case: Case, implementation: str, drawn: Any) -> tuple[Any, dict[str, Array]]:
     """``((out, state), gradients)`` of one implementation, by one jitted call."""
 
-    def attention(inputs, rest):
-        inputs = dict(inputs)
-        state = [inputs.pop(name, None) for name in ("memory", "penalty", "key_sum")]
-        out, final = ops.vla_attention(
-            **inputs,
-            **rest,
-            initial_state=None if state[0] is None else VLAState(*state),
-            write_gain=case.write_gain,
-            readout=case.readout,
-            implementation=implementation,
-            return_state=True,
-        )
-        return out, (final.memory, final.penalty, final.key_sum)
-
     @jax.jit
-    def run(inputs, rest, cotangents):
-        values, pullback = jax.vjp(lambda x: attention(x, rest), inputs)
+    def run(inputs, rest):
+        values, pullback = jax.vjp(lambda x: _apply(case, implementation, x, rest), inputs)
+        keys = iter(jax.random.split(jax.random.key(0), 4))
+        cotangents = jax.tree.map(lambda y: jax.random.normal(next(keys), y.shape, y.dtype), values)
         return values, pullback(cotangents)[0]
 
     return run(*drawn)
+
+
+def _chosen(case: Case, inputs: dict[str, Array]) -> str:
+    """What ``implementation=None`` chooses for this call."""
+    names = {
+        "vla_attention": ("query", "key", "value"),
+        "penalty_solve": ("key", "direction"),
+        "delta_rule": ("query", "key", "direction", "value"),
+    }[case.operation]
+    arrays = (inputs[name] for name in names)
+    return primitives.configure(
+        *arrays, implementation=None, chunk_size=None, precision=None
+    ).implementation
 
 
 def _difference(actual: Array, expected: Array) -> float:
@@ -166,11 +194,12 @@ def _difference(actual: Array, expected: Array) -> float:
 
 def _compare(implementation: str, case: Case, dtype: str, drawn: Any, expected: Any) -> Result:
     def result(**fields: Any) -> Result:
-        return Result(implementation, case.name, dtype, **fields)
+        chosen = implementation == _chosen(case, drawn[0])
+        return Result(implementation, case.name, dtype, chosen=chosen, **fields)
 
     try:
         actual = jax.block_until_ready(_evaluate(case, implementation, drawn))
-    except NotImplementedError as error:
+    except (NotImplementedError, ImportError) as error:
         return result(message=str(error), served=False)
     except Exception as error:  # a compiler or a kernel may fail in any way: that is a result
         return result(message=f"{type(error).__name__}: {error}")
@@ -183,23 +212,18 @@ def _compare(implementation: str, case: Case, dtype: str, drawn: Any, expected: 
     return result(value_error=max(values), gradient_error=gradients[worst], worst=worst)
 
 
-def default_implementation() -> str:
-    """The implementation that ``implementation=None`` chooses on this machine."""
-    return primitives.resolve(None, None)
-
-
 def run(
     implementations: Sequence[str] | None = None,
     *,
-    cases: Iterable[Case] = CASES,
-    dtypes: Iterable[str] = tuple(TOLERANCES),
+    cases: Iterable[Case] | None = None,
+    dtypes: Iterable[str] | None = None,
 ) -> list[Result]:
     """Compares implementations with the reference.
 
     Args:
       implementations: names; None for all but the reference itself.
-      cases: the calls to compare.
-      dtypes: of query, key, value and direction: names of ``TOLERANCES``.
+      cases: the calls to compare; None for ``CASES``.
+      dtypes: of query, key, value and direction, names of ``TOLERANCES``; None for all.
 
     Returns:
       One ``Result`` for each implementation, case and dtype.
@@ -209,7 +233,8 @@ def run(
     """
     if implementations is None:
         implementations = [i for i in primitives.IMPLEMENTATIONS if i != "reference"]
-    dtypes = list(dtypes)
+    cases = CASES if cases is None else cases
+    dtypes = tuple(TOLERANCES if dtypes is None else dtypes)
     for name in implementations:
         if name not in primitives.IMPLEMENTATIONS:
             raise ValueError(
@@ -263,23 +288,18 @@ def report(results: Sequence[Result]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Runs the comparison, prints it, and returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m vla_jax.selftest", description=__doc__)
-    parser.add_argument(
-        "implementations", nargs="*", help="what to compare with the reference (default: all)"
-    )
-    names = parser.parse_args(arguments).implementations
     device = jax.devices()[0]
     print(f"jax {jax.__version__} on {device.device_kind} ({device.platform})")
     print("largest relative rms difference to implementation='reference'\n")
-    default = default_implementation()
-    results = run(sorted({*names, default} - {"reference"}) if names else None)
+    results = run()
     print(report(results), end="\n\n")
     found = {"reference": "safe"} | verdicts(results)
+    chosen = {r.implementation for r in results if r.chosen}
     for name, verdict in found.items():
-        print(f"{name:<12} {verdict}{'  <- implementation=None' if name == default else ''}")
-    if found[default] != "safe":
+        print(f"{name:<12} {verdict}{'  <- implementation=None' if name in chosen else ''}")
+    if any(r.chosen and not r.passed for r in results):
         safe = next((n for n in ("xla", "associative") if found.get(n) == "safe"), "reference")
         print(f"\nimplementation=None is not safe here: pass implementation={safe!r}")
         return 1

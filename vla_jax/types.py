@@ -56,7 +56,10 @@ class VLAState:
       inverse_lambda0: ``[B, H]``, the ``lambda0`` for which ``inverse`` holds, 0 where it holds for
         none (the next step then derives it from ``penalty``).
       inverse_age: ``[B, H]``, how many rank-one updates ``inverse`` has received since it was last
-        derived from ``penalty``.
+        compared with ``penalty``.
+      penalty_rest: ``[B, H, D, D]``, what rounding has kept out of ``penalty`` while decoding, below
+        its last digit (compensated summation): ``penalty + penalty_rest`` is the sum. Without it
+        10⁵ additions of one direction make ``lambda0 I + penalty`` indefinite in float32.
     """
 
     memory: Array
@@ -65,6 +68,7 @@ class VLAState:
     inverse: Array | None = None
     inverse_lambda0: Array | None = None
     inverse_age: Array | None = None
+    penalty_rest: Array | None = None
 
     def replace(self, **changes: Any) -> VLAState:
         """Returns a copy of the state with the given fields changed."""

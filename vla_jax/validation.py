@@ -92,7 +92,7 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
     """
     try:
         result = jnp.asarray(value)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"lambda0 must be a number or an array, got {value!r}") from error
     if not (
         jnp.issubdtype(result.dtype, jnp.floating) or jnp.issubdtype(result.dtype, jnp.integer)

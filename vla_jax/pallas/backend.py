@@ -25,7 +25,29 @@ MAX_DIM = 256
 
 # Tile sizes and launch parameters: (device kind or None for any, primitive, largest D it is for).
 # The entry with the smallest sufficient D is used; ``params=`` of a primitive overrides it.
-TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {}
+_SOLVE: dict[str, Any] = {
+    "max_super_chunk": 512,  # tokens that one inverse of the penalty serves
+    "min_super_chunk": 128,
+    "gram_width": 64,  # columns of a tile of the sums of outer products
+    "gram_warps": 4,
+    "gram_stages": 2,
+    "invert_rows": 64,  # rows of the penalty taken at a time; all D: it stays in registers
+    "invert_warps": 2,
+    "sweep_rows": 64,  # the same of its inverse
+    "sweep_width": 64,  # rows of a part of it, in registers
+    "sweep_warps": 1,
+    "sweep_stages": 1,
+    "du_width": 64,
+    "du_warps": 4,
+    "du_stages": 1,
+}
+TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {
+    (None, "penalty_solve", 64): _SOLVE,
+    (None, "penalty_solve", 128): _SOLVE
+    | {"invert_rows": 128, "invert_warps": 4, "sweep_rows": 128, "sweep_warps": 4},
+    (None, "penalty_solve", 256): _SOLVE
+    | {"invert_rows": 32, "invert_warps": 4, "sweep_rows": 16, "sweep_warps": 4},
+}
 
 
 def interpret() -> bool:
@@ -195,7 +217,31 @@ def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool =
 
 def loop(count, body: Callable, init):
     """``fori_loop`` from 0 to ``count`` whose counter is int32 under any JAX configuration."""
-    return jax.lax.fori_loop(np.int32(0), jnp.asarray(count, jnp.int32), body, init)
+    count = np.int32(count) if isinstance(count, int) else count.astype(jnp.int32)
+    return jax.lax.fori_loop(np.int32(0), count, body, init)
+
+
+def unrolled_loop(count: int, body: Callable, init):
+    """A loop unrolled in a kernel, where constant indices fold; rolled in the interpreter."""
+    if interpret():
+        return loop(count, body, init)
+    for i in range(count):
+        init = body(i, init)
+    return init
+
+
+def store(ref, index: tuple, value: Array, *, mask: Array) -> None:
+    """``ref[index] = value`` where ``mask`` holds; the rest of ``ref`` is not touched."""
+    if interpret():
+        ref[index] = jnp.where(mask, value, ref[index])
+    else:
+        plt.store(ref.at[index], value, mask=mask)
+
+
+def barrier() -> None:
+    """What the program's threads wrote to device memory before is read after by all of them."""
+    if not interpret():
+        plt.debug_barrier()
 
 
 def iota(shape: tuple[int, ...], axis: int) -> Array:

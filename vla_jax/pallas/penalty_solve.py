@@ -1,0 +1,853 @@
+"""Kernels of ``penalty_solve``, forward and backward (``docs/derivation.md``, sections 3 and 4).
+
+The sequence is cut in super-chunks that run side by side. Four kernels a solve:
+
+    gram      Σ u uᵀ over each super-chunk
+    prefix    its running sum: the penalty M where each super-chunk starts
+    invert    A = M⁻¹ there, in place, by symmetric Gauss-Jordan elimination over blocks of 16
+    sweep     the solutions, 16 tokens at a time; A stays in registers (up to D = 128) and is
+              stepped by W
+
+The backward solves once more, with the cotangent for right-hand side, and then runs ``gram``,
+``prefix`` and ``du`` from the end: linear attention without decay, backwards.
+
+Inside this file arrays are padded: ``D`` to a power of two and ``T`` to whole groups, with zeros,
+which are tokens that change nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+
+from vla_jax import numerics
+from vla_jax.pallas import backend
+from vla_jax.types import Array
+
+BLOCK = 16  # tokens of a block of the sweep, and rows of a block of the elimination
+GROUP = 64  # T is padded to a multiple of it
+TINY = 2.0**-126  # the smallest normal float32
+PROGRAMS = 2048  # programs that fill the device
+
+
+class _Shape(NamedTuple):
+    """Static sizes of one call."""
+
+    batch: int
+    length: int  # padded
+    heads: int
+    dim: int  # padded
+    true_dim: int
+    supers: int
+    super_chunk: int
+
+    @property
+    def streams(self) -> int:
+        return self.batch * self.heads
+
+    def locate(self):
+        """In a kernel: batch, head, first token and number of groups of its super-chunk."""
+        stream, index = pl.program_id(0), pl.program_id(1)
+        start = index * self.super_chunk
+        count = jnp.minimum((self.length - start) // GROUP, self.super_chunk // GROUP)
+        return stream // self.heads, stream % self.heads, start, count
+
+
+def super_chunk_length(length: int, streams: int, params: Mapping[str, Any]) -> int:
+    """Tokens of a super-chunk: as many as still give ``PROGRAMS``, within the table's range.
+
+    Long ones amortise the inverse at their start, short ones give more programs; with few heads the
+    sequence itself is split until the device is full.
+    """
+    chunk = params["max_super_chunk"]
+    while chunk > params["min_super_chunk"] and streams * -(-length // chunk) < PROGRAMS:
+        chunk //= 2
+    return max(GROUP, min(chunk, -(-length // GROUP) * GROUP))
+
+
+# --- pieces of kernels -------------------------------------------------------------------------
+
+
+def _half_inverse(matrix: Array, floor) -> Array:
+    """``L⁻¹`` of a symmetric positive definite block, ``L Lᵀ = matrix``, by Gauss elimination.
+
+    In place: left of the pivot the tile holds ``L⁻¹`` so far, right of it what is still to be
+    eliminated. ``floor`` is a lower bound of the pivots in exact arithmetic: it keeps a matrix that
+    rounding has made indefinite from giving NaN.
+    """
+    n = matrix.shape[0]
+    rows, cols, index = (backend.iota(s, a) for s, a in (((n, n), 0), ((n, n), 1), ((n, 1), 0)))
+    identity = (rows == cols).astype(jnp.float32)
+
+    def eliminate(j, matrix):
+        column = jnp.sum(jnp.where(cols == j, matrix, 0), axis=1, keepdims=True)
+        pivot = jnp.sum(jnp.where(index == j, column, 0), axis=0, keepdims=True)
+        scale = jax.lax.rsqrt(jnp.maximum(pivot, floor))
+        matrix = jnp.where(cols == j, identity, matrix)
+        row = jnp.sum(jnp.where(rows == j, matrix, 0), axis=0, keepdims=True)
+        below = jnp.where(index > j, column * (scale * scale), 0)
+        return matrix - jnp.where(index == j, 1 - scale, below) * row
+
+    matrix = backend.unrolled_loop(n, eliminate, matrix)
+    return jnp.where(rows >= cols, matrix, 0)
+
+
+def _inverse_norm(x: Array) -> tuple[Array, Array]:
+    """``(p, r)`` with ``x·p·r`` of unit length, or zero: ``p`` scales the largest entry to one."""
+    peak = jnp.max(jnp.abs(x), axis=1, keepdims=True)
+    scale = 1 / jnp.maximum(peak, TINY)
+    scaled = x * scale
+    square = jnp.sum(scaled * scaled, axis=1, keepdims=True)
+    present = peak > 0
+    return scale, jnp.where(present, jax.lax.rsqrt(jnp.where(present, square, 1)), 0)
+
+
+def _row_dot(x: Array, y: Array) -> Array:
+    return jnp.sum(x * y, axis=1, keepdims=True)
+
+
+def _tile(ref, batch, start, size, head, columns=None) -> Array:
+    """``[size, D]`` tokens of one head."""
+    columns = slice(None) if columns is None else columns
+    return ref[batch, pl.ds(start, size), head, columns]
+
+
+def _running(seg_ref, batch, start):
+    """The segment that runs where ``start`` begins: that of the token before."""
+    return seg_ref[batch, jnp.maximum(start - 1, 0)]
+
+
+def _unit(x: Array) -> Array:
+    x = x.astype(jnp.float32)
+    peak, norm = _inverse_norm(x)
+    return x * peak * norm
+
+
+# --- gram --------------------------------------------------------------------------------------
+
+
+def _gram_kernel(*refs, shape, directions, symmetric, segments, mode, width):
+    """``Σ xᵀ y`` of the super-chunk, or ``Σ xᵀ y + yᵀ x``; columns of one block of ``width``.
+
+    Sums over the tokens of the segment at the super-chunk's end (the penalty), or, for the
+    symmetric form, of the segment at its start (it runs backwards).
+    """
+    *inputs, out_ref = refs
+    seg_ref = inputs.pop() if segments else None
+    x_ref, y_ref = inputs[0], inputs[-1]
+    batch, head, start, count = shape.locate()
+    columns = pl.ds(pl.program_id(2) * width, width)
+    if seg_ref is not None:
+        end = start + count * GROUP
+        wanted = _running(seg_ref, batch, start) if symmetric else seg_ref[batch, end - 1]
+
+    def step(i, total):
+        where = batch, start + i * GROUP, GROUP, head
+        x, y = _tile(x_ref, *where), _tile(y_ref, *where, columns)
+        pairs = [(x, y)]
+        if directions:  # of unit keys
+            x = x.astype(jnp.float32)
+            peak, norm = _inverse_norm(x)
+            norm = norm * shape.true_dim**-0.5
+            pairs = [(x * peak * norm, y.astype(jnp.float32) * peak * norm)]
+        if symmetric:
+            pairs.append((_tile(y_ref, *where), _tile(x_ref, *where, columns)))
+        for x, y in pairs:
+            if seg_ref is not None:
+                seg = seg_ref[batch, pl.ds(start + i * GROUP, GROUP)]
+                x = jnp.where((seg == wanted)[:, None], x, jnp.zeros_like(x))
+            total += backend.dot(x, y, mode=mode, trans_a=True)
+        return total
+
+    out_ref[pl.program_id(0), pl.program_id(1), :, columns] = backend.loop(
+        count, step, jnp.zeros((shape.dim, width), jnp.float32)
+    )
+
+
+def _gram(shape, tokens, segment_ids, *, directions=False, mode, params):
+    width = min(shape.dim, params["gram_width"])
+    segments = [] if segment_ids is None else [segment_ids]
+    inputs = [*tokens, *segments]
+    out = jax.ShapeDtypeStruct((shape.streams, shape.supers, shape.dim, shape.dim), jnp.float32)
+    return backend.call(
+        functools.partial(
+            _gram_kernel,
+            shape=shape,
+            directions=directions,
+            symmetric=len(tokens) == 2,
+            segments=bool(segments),
+            mode=mode,
+            width=width,
+        ),
+        grid=(shape.streams, shape.supers, shape.dim // width),
+        in_specs=backend.whole(*inputs),
+        out_specs=backend.whole(out)[0],
+        out_shape=out,
+        num_warps=params["gram_warps"],
+        num_stages=params["gram_stages"],
+        name="vla_penalty_gram",
+    )(*inputs)
+
+
+# --- prefix ------------------------------------------------------------------------------------
+
+_AHEAD = 4  # super-chunks loaded before the first of them is used
+
+
+def _prefix_kernel(*refs, shape, rows, reverse, segments):
+    """``x ← keep·x + term`` over super-chunks: ``x`` before each (with λ₀ I), and the last one."""
+    lam_ref, initial_ref, gram_ref, *seg_ref, start_ref, final_ref = refs
+    stream = pl.program_id(0)
+    where = pl.ds(pl.program_id(1) * rows, rows)
+    size = rows, shape.dim
+    diagonal = backend.iota(size, 0) + pl.program_id(1) * rows == backend.iota(size, 1)
+    ridge = jnp.where(diagonal, lam_ref[stream % shape.heads], 0)
+    last = shape.supers - 1
+
+    def step(i, x):
+        indices = [jnp.minimum(i * _AHEAD + j, last) for j in range(_AHEAD)]
+        indices = [last - n if reverse else n for n in indices]
+        terms = [gram_ref[stream, n, where, :] for n in indices]
+        for j, (n, term) in enumerate(zip(indices, terms, strict=True)):
+            valid = i * _AHEAD + j <= last
+
+            @pl.when(valid)
+            def _(n=n, x=x):
+                start_ref[stream, n, where, :] = x + ridge
+
+            kept = x
+            if segments:
+                batch, start = stream // shape.heads, n * shape.super_chunk
+                end = jnp.minimum(start + shape.super_chunk, shape.length)
+                keep = seg_ref[0][batch, end - 1] == _running(seg_ref[0], batch, start)
+                kept = jnp.where(keep, x, 0)
+            x = jnp.where(valid, kept + term, x)
+        return x
+
+    x = backend.loop(-(-shape.supers // _AHEAD), step, initial_ref[stream, where, :])
+    final_ref[stream, where, :] = x
+
+
+def _prefix(shape, gram, lambda0, initial, segment_ids, *, reverse=False):
+    rows = max(1, min(shape.dim, 1024 // shape.dim))
+    segments = [] if segment_ids is None else [segment_ids]
+    inputs = [lambda0, initial, gram, *segments]
+    outs = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (gram, initial)]
+    return backend.call(
+        functools.partial(
+            _prefix_kernel, shape=shape, rows=rows, reverse=reverse, segments=bool(segments)
+        ),
+        grid=(shape.streams, shape.dim // rows),
+        in_specs=backend.whole(*inputs),
+        out_specs=backend.whole(*outs),
+        out_shape=outs,
+        num_warps=4,
+        num_stages=1,
+        name="vla_penalty_prefix",
+    )(*inputs)
+
+
+# --- invert ------------------------------------------------------------------------------------
+
+
+def _invert_kernel(lam_ref, _, out_ref, z_ref, *, shape, rows):
+    """``M ← M⁻¹`` in place: the sweep operator, one block of pivots ``P`` after another.
+
+    With ``D = M[P, P]``, a step makes ``M[P, :]`` into ``D⁻¹ M[P, :]``, ``M[P, P]`` into ``−D⁻¹``
+    and subtracts ``M[:, P] D⁻¹ M[P, :]`` elsewhere. All three are one product of ``L⁻¹ R``,
+    ``L Lᵀ = D``, with itself, where ``R`` is ``M[P, :]`` with ``−I`` in place of ``D``, subtracted
+    from ``M`` with zeros in the rows and columns of ``P``. The last step leaves ``−M⁻¹``.
+    """
+    at = pl.program_id(0), pl.program_id(1)
+    dim = shape.dim
+    lam = lam_ref[at[0] % shape.heads]
+    resident = rows == dim  # the matrix stays in registers; only panels pass through memory
+    dot = functools.partial(backend.dot, mode="tf32x3")
+
+    def inside(p, size, axis, start=0):
+        index = backend.iota(size, axis) + start - p * BLOCK
+        return (index >= 0) & (index < BLOCK)
+
+    def step(p, matrix):
+        pivot = pl.ds(p * BLOCK, BLOCK)
+        if resident:
+            backend.store(out_ref, at, matrix, mask=inside(p, (dim, dim), 0))
+            backend.barrier()
+        half = _half_inverse(out_ref[*at, pivot, pivot], lam)
+        size = BLOCK, dim
+        panel = jnp.where(inside(p, size, 1), 0, out_ref[*at, pivot, :])
+        diagonal = backend.iota(size, 1) - p * BLOCK == backend.iota(size, 0)
+        z = dot(half, jnp.where(diagonal, -1, panel))
+        if resident:
+            matrix = jnp.where(inside(p, (dim, dim), 0) | inside(p, (dim, dim), 1), 0, matrix)
+            return matrix - dot(z, z, trans_a=True)
+        z_ref[*at] = z
+        backend.barrier()
+        for start in range(0, dim, rows):
+            tile, size = pl.ds(start, rows), (rows, dim)
+            block = out_ref[*at, tile, :]
+            block = jnp.where(inside(p, size, 0, start) | inside(p, size, 1), 0, block)
+            out_ref[*at, tile, :] = block - dot(z_ref[*at, :, tile], z, trans_a=True)
+        backend.barrier()
+        return matrix
+
+    if resident:
+        out_ref[*at] = -backend.loop(dim // BLOCK, step, out_ref[*at])
+        return
+    backend.loop(dim // BLOCK, step, jnp.float32(0))
+    for start in range(0, dim, rows):
+        tile = pl.ds(start, rows)
+        out_ref[*at, tile, :] = -out_ref[*at, tile, :]
+
+
+def _invert(shape, lambda0, penalty, *, params):
+    z = jax.ShapeDtypeStruct((*penalty.shape[:2], BLOCK, shape.dim), jnp.float32)
+    return backend.call(
+        functools.partial(_invert_kernel, shape=shape, rows=min(shape.dim, params["invert_rows"])),
+        grid=(shape.streams, shape.supers),
+        in_specs=backend.whole(lambda0, penalty),
+        out_specs=backend.whole(penalty, z),
+        out_shape=[jax.ShapeDtypeStruct(penalty.shape, jnp.float32), z],
+        input_output_aliases={1: 0},
+        num_warps=params["invert_warps"],
+        num_stages=1,
+        name="vla_penalty_invert",
+    )(lambda0, penalty)[0]
+
+
+# --- sweep -------------------------------------------------------------------------------------
+
+
+class _Sweep(NamedTuple):
+    """Static choices of the sweep kernel."""
+
+    backward: bool
+    has_direction: bool
+    normalize_rhs: bool
+    write_gain: str | None
+    segments: bool
+    has_d_normalized: bool
+    has_d_raw: bool
+    mode: str
+    rows: int  # rows of A taken at a time; all of them: A stays in registers
+    width: int  # there, rows of one part
+
+
+def _sweep_kernel(*refs, shape, config):
+    """Solutions of one super-chunk, ``A`` at its start given; ``A`` is stepped in place.
+
+    Forward: the right-hand side is the (normalised) key and what is written is the write key and
+    its gain. Backward: the right-hand side is the cotangent of the solution, formed here from that
+    of the write key; written are ``b = β / gain`` and, with a direction, the cotangent of the key.
+    """
+    backward, gain_kind, mode = config.backward, config.write_gain, config.mode
+    refs = list(refs)
+    lam_ref = refs.pop(0)
+    seg_ref = refs.pop(0) if config.segments else None
+    direction_ref = refs.pop(0) if config.has_direction else None
+    needs_key = not backward or config.normalize_rhs or gain_kind == "projection"
+    key_ref = refs.pop(0) if needs_key else None
+    if backward:
+        solution_ref, d_solution_ref = refs.pop(0), refs.pop(0)
+        gain_ref = refs.pop(0) if gain_kind else None
+        d_normalized_ref = refs.pop(0) if config.has_d_normalized else None
+        d_raw_ref = refs.pop(0) if config.has_d_raw else None
+    refs.pop(0)  # A, the same memory as the first output
+    a_ref, w_ref, out_ref, *more = refs
+
+    dot = functools.partial(backend.dot, mode=mode)
+    batch, head, start, groups = shape.locate()
+    at = pl.program_id(0), pl.program_id(1)
+    inverse_lam = 1 / lam_ref[head]
+    row, col = backend.iota((BLOCK, BLOCK), 0), backend.iota((BLOCK, BLOCK), 1)
+    resident = config.rows == shape.dim
+    parts = [pl.ds(i, config.width) for i in range(0, shape.dim, config.width)]
+
+    def load(ref, token, columns=None):
+        return _tile(ref, batch, token, BLOCK, head, columns).astype(jnp.float32)
+
+    def block(p, carry):
+        """The next 16 tokens."""
+        inverse, total = carry
+        token = start + p * BLOCK
+        here = pl.ds(token, BLOCK)
+        if seg_ref is not None:
+            seg = seg_ref[batch, here]
+            running, last = _running(seg_ref, batch, token), seg_ref[batch, token + BLOCK - 1]
+            cont = (seg == running)[:, None]
+
+        peak = norm = None
+        if config.normalize_rhs:
+            peak, norm = _inverse_norm(load(key_ref, token))
+
+        def key(columns=None):
+            x = load(key_ref, token, columns)
+            return x * peak * norm if config.normalize_rhs else x
+
+        def direction(columns=None):
+            if config.has_direction:
+                return load(direction_ref, token, columns)
+            return key(columns) * shape.true_dim**-0.5
+
+        gain = overlap = None
+        if backward and gain_kind:
+            gain = gain_ref[batch, here, head][:, None]
+            overlap = _row_dot(load(d_solution_ref, token), load(solution_ref, token))
+
+        def rhs(columns=None):
+            if not backward:
+                return key(columns)
+            x = load(d_solution_ref, token, columns)
+            if gain_kind == "unit":
+                x = x - overlap * load(solution_ref, token, columns)
+            elif gain_kind == "projection":
+                x = x - overlap * key(columns)
+            return x * gain if gain_kind else x
+
+        lefts = [rhs, direction] if config.has_direction or backward else [rhs]
+
+        def through(i, products):
+            """Adds ``left[:, k] A[k, :]`` for one block ``k`` of rows of ``A``."""
+            k = pl.ds(i * config.rows, config.rows)
+            a = a_ref[*at, k, :]
+            return tuple(x + dot(left(k), a) for x, left in zip(products, lefts, strict=True))
+
+        if resident:
+            products = [
+                sum(dot(left(k), a) for k, a in zip(parts, inverse, strict=True)) for left in lefts
+            ]
+        else:
+            zeros = jnp.zeros((BLOCK, shape.dim), jnp.float32)
+            products = backend.loop(shape.dim // config.rows, through, (zeros,) * len(lefts))
+        r = rhs()
+        ar = products[0]
+        if seg_ref is not None:
+            ar = jnp.where(cont, ar, r * inverse_lam)
+        if len(lefts) == 2:
+            u, au = direction(), products[1]
+            if seg_ref is not None:
+                au = jnp.where(cont, au, u * inverse_lam)
+        else:
+            u, au = r * shape.true_dim**-0.5, ar * shape.true_dim**-0.5
+
+        causal = row >= col
+        gram = dot(u, au, trans_b=True)
+        if seg_ref is not None:
+            same = seg[:, None] == seg[None, :]
+            causal &= same
+            gram = jnp.where(same, gram, 0)
+        half = _half_inverse(gram + (row == col).astype(jnp.float32), 1.0)
+        w = dot(half, au)
+        x = ar - dot(jnp.where(causal, dot(r, w, trans_b=True), 0), w)
+
+        # A ← A − Wᵀ W, of the segment that runs at the block's end.
+        if seg_ref is not None:
+            w = jnp.where((seg == last)[:, None], w, 0)
+
+        def kept(a, first_row=0):
+            if seg_ref is None:
+                return a
+            diagonal = backend.iota(a.shape, 0) + first_row == backend.iota(a.shape, 1)
+            return jnp.where(last == running, a, jnp.where(diagonal, inverse_lam, 0))
+
+        def update(i, carry):
+            tile = pl.ds(i * config.rows, config.rows)
+            a = kept(a_ref[*at, tile, :], i * config.rows)
+            a_ref[*at, tile, :] = a - dot(w_ref[*at, :, tile], w, trans_a=True)
+            return carry
+
+        if resident:
+            lefts = jnp.split(w, len(parts), axis=1) if len(parts) > 1 else [w]
+            inverse = tuple(
+                kept(a, i * config.width) - dot(left, w, trans_a=True)
+                for i, (a, left) in enumerate(zip(inverse, lefts, strict=True))
+            )
+        else:
+            w_ref[*at] = w
+            backend.barrier()
+            backend.loop(shape.dim // config.rows, update, np.int32(0))
+            backend.barrier()
+
+        if not backward:
+            if gain_kind is not None:
+                if gain_kind == "unit":
+                    scale, norm = _inverse_norm(x)
+                    gain = scale * norm
+                elif gain_kind == "projection":
+                    inner = _row_dot(x, r)
+                    gain = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1), 0)
+                else:
+                    gain = jnp.ones((BLOCK, 1), jnp.float32)
+                x = x * gain
+                more[0][batch, here, head] = jnp.sum(gain, axis=1)
+            out_ref[batch, here, head, :] = x.astype(out_ref.dtype)
+            return inverse, total
+
+        solution = load(solution_ref, token)
+        b = x
+        if gain_kind:
+            b = x * jnp.where(gain > 0, 1 / jnp.where(gain > 0, gain, 1), 0)
+        out_ref[batch, here, head, :] = b.astype(out_ref.dtype)
+        if config.has_direction:
+            if gain_kind == "projection":
+                x -= overlap * solution
+            if config.has_d_normalized:
+                x += load(d_normalized_ref, token)
+            if config.normalize_rhs:
+                unit = key()
+                x = (x - _row_dot(x, unit) * unit) * norm * peak
+            if config.has_d_raw:
+                x += load(d_raw_ref, token)
+            more[1][batch, here, head, :] = x.astype(more[1].dtype)
+        return inverse, total + jnp.sum(jnp.sum(b * solution, axis=1))
+
+    inverse = tuple(a_ref[*at, k, :] for k in parts) if resident else ()
+    blocks = groups * (GROUP // BLOCK)
+    _, total = backend.loop(blocks, block, (inverse, jnp.float32(0)))
+    if backward:
+        more[0][*at] = total
+
+
+def _sweep(shape, config, inputs, inverse, token_dtypes, *, params):
+    """Runs the kernel: ``(out, gain?)``, or backward ``(b, parts of −dλ₀, d_rhs?)``."""
+    struct = jax.ShapeDtypeStruct
+    tokens = (shape.batch, shape.length, shape.heads, shape.dim)
+    outs = [
+        struct(inverse.shape, jnp.float32),
+        struct((shape.streams, shape.supers, BLOCK, shape.dim), jnp.float32),
+        struct(tokens, token_dtypes[0]),
+    ]
+    if config.backward:
+        outs.append(struct((shape.streams, shape.supers), jnp.float32))
+        if config.has_direction:
+            outs.append(struct(tokens, token_dtypes[1]))
+    elif config.write_gain is not None:
+        outs.append(struct(tokens[:3], jnp.float32))
+    inputs = [*inputs, inverse]
+    _, _, *results = backend.call(
+        functools.partial(_sweep_kernel, shape=shape, config=config),
+        grid=(shape.streams, shape.supers),
+        in_specs=backend.whole(*inputs),
+        out_specs=backend.whole(*outs),
+        out_shape=outs,
+        input_output_aliases={len(inputs) - 1: 0},
+        num_warps=params["sweep_warps"],
+        num_stages=params["sweep_stages"],
+        name="vla_penalty_solve_backward" if config.backward else "vla_penalty_solve",
+    )(*inputs)
+    return results
+
+
+# --- du ----------------------------------------------------------------------------------------
+
+
+def _du_kernel(*refs, shape, segments, directions, mode, width):
+    """``du_t = −Σ_{s≥t} [b_s (a_s·u_t) + a_s (b_s·u_t)]``, columns of one block of ``width``."""
+    u_ref, a_ref, b_ref, state_ref, *refs = refs
+    seg_ref = refs.pop(0) if segments else None
+    (out_ref,) = refs
+    batch, head, start, count = shape.locate()
+    at = pl.program_id(0), pl.program_id(1)
+    columns = pl.ds(pl.program_id(2) * width, width)
+    row, col = backend.iota((GROUP, GROUP), 0), backend.iota((GROUP, GROUP), 1)
+    wide = "tf32" if mode == "input" else mode
+
+    def step(i, state):
+        token = start + (count - 1 - i) * GROUP
+        where = batch, token, GROUP, head
+        u, a, b = (_tile(ref, *where) for ref in (u_ref, a_ref, b_ref))
+        a_part, b_part = (_tile(ref, *where, columns) for ref in (a_ref, b_ref))
+        if directions:
+            u = _unit(u) * shape.true_dim**-0.5
+        later = row <= col
+        du = backend.dot(u, state, mode=wide)
+        a_cont, b_cont = a, b
+        if seg_ref is not None:
+            seg = seg_ref[batch, pl.ds(token, GROUP)]
+            last = seg_ref[batch, token + GROUP - 1]
+            running = _running(seg_ref, batch, token)
+            later &= seg[:, None] == seg[None, :]
+            du = jnp.where((seg == last)[:, None], du, 0)
+            state = jnp.where(last == running, state, 0)
+            cont = (seg == running)[:, None]
+            a_cont, b_cont = (jnp.where(cont, x, jnp.zeros_like(x)) for x in (a, b))
+        scores = [
+            backend.dot(u.astype(x.dtype) if mode == "input" else u, x, mode=mode, trans_b=True)
+            for x in (a, b)
+        ]
+        for score, x in zip(scores, (b_part, a_part), strict=True):
+            du += backend.dot(jnp.where(later, score, 0), x, mode=wide)
+        state += backend.dot(a_cont, b_part, mode=mode, trans_a=True)
+        state += backend.dot(b_cont, a_part, mode=mode, trans_a=True)
+        out_ref[batch, pl.ds(token, GROUP), head, columns] = (-du).astype(out_ref.dtype)
+        return state
+
+    backend.loop(count, step, state_ref[*at, :, columns])
+
+
+def _du(shape, u, a, b, states, segment_ids, dtype, *, directions, mode, params):
+    width = min(shape.dim, params["du_width"])
+    segments = [] if segment_ids is None else [segment_ids]
+    inputs = [u, a, b, states, *segments]
+    out = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.heads, shape.dim), dtype)
+    return backend.call(
+        functools.partial(
+            _du_kernel,
+            shape=shape,
+            segments=bool(segments),
+            directions=directions,
+            mode=mode,
+            width=width,
+        ),
+        grid=(shape.streams, shape.supers, shape.dim // width),
+        in_specs=backend.whole(*inputs),
+        out_specs=backend.whole(out)[0],
+        out_shape=out,
+        num_warps=params["du_warps"],
+        num_stages=params["du_stages"],
+        name="vla_penalty_du",
+    )(*inputs)
+
+
+# --- the primitive -----------------------------------------------------------------------------
+
+
+def _prepare(tokens, lambda0, initial_penalty, segment_ids, params):
+    """Padded arrays, the static sizes and the parameters of one call."""
+    reference = tokens[0]
+    batch, length, heads, dim = reference.shape
+    backend.require("penalty_solve", tuple(x.dtype for x in tokens if x is not None), (dim,))
+    params = backend.parameters("penalty_solve", dim, params)
+    padded_dim = backend.power_of_two(dim)
+    padded = -(-length // GROUP) * GROUP
+    chunk = super_chunk_length(padded, batch * heads, params)
+    shape = _Shape(batch, padded, heads, padded_dim, dim, -(-padded // chunk), chunk)
+
+    def pad(x):
+        if x is None or (padded == length and padded_dim == dim):
+            return x
+        return jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, padded_dim - dim)))
+
+    lambda0 = jnp.broadcast_to(lambda0.astype(jnp.float32), (heads,))
+    if segment_ids is not None:
+        segment_ids = jnp.pad(
+            segment_ids.astype(jnp.int32), ((0, 0), (0, padded - length)), mode="edge"
+        )
+    return [pad(x) for x in tokens], lambda0, segment_ids, shape, params
+
+
+def _square(x: Array, shape: _Shape) -> Array:
+    """``[B, H, D, D]`` as ``[B·H, Dp, Dp]`` float32."""
+    extra = shape.dim - shape.true_dim
+    x = x.astype(jnp.float32).reshape(shape.streams, *x.shape[2:])
+    return jnp.pad(x, ((0, 0), (0, extra), (0, extra))) if extra else x
+
+
+def _unsquare(x: Array, shape: _Shape) -> Array:
+    x = x[:, : shape.true_dim, : shape.true_dim]
+    return x.reshape(shape.batch, shape.heads, *x.shape[1:])
+
+
+def _inverses(shape, rhs, direction, lambda0, initial, segment_ids, precision, params):
+    """``A`` at the start of every super-chunk, and the penalty after the last token."""
+    u = rhs if direction is None else direction
+    mode = backend.dot_mode(u.dtype, precision, wide=direction is None)
+    gram = _gram(shape, [u], segment_ids, directions=direction is None, mode=mode, params=params)
+    starts, penalty = _prefix(shape, gram, lambda0, initial, segment_ids)
+    return _invert(shape, lambda0, starts, params=params), penalty
+
+
+def _check(direction, normalize_rhs, write_gain):
+    if direction is None and not normalize_rhs:
+        raise ValueError("direction=None needs normalize_rhs=True: it is made from the unit key")
+    if write_gain is not None and write_gain not in ("unit", "projection", "rls"):
+        raise ValueError(f"unknown write_gain {write_gain!r}")
+
+
+def forward(
+    rhs: Array,
+    direction: Array | None,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+    *,
+    normalize_rhs: bool = False,
+    write_gain: str | None = None,
+    precision=None,
+    params: Mapping[str, Any] | None = None,
+) -> tuple[Array, Array | None, Array]:
+    """Solves for every token: ``(solution, gain, penalty)``.
+
+    Args:
+      rhs: ``[B, T, H, D]``, the right-hand sides; raw keys with ``normalize_rhs``.
+      direction: ``[B, T, H, D]``, or None for the unit key over ``√D`` (``normalize_rhs`` only).
+      lambda0: ``[H]``.
+      initial_penalty: ``[B, H, D, D]``, symmetric, without ``λ₀ I``.
+      segment_ids: int32 ``[B, T]`` that does not decrease, or None.
+      normalize_rhs: whether to scale the right-hand sides to unit length first.
+      write_gain: None: the solution is ``α``. Otherwise ``a = gain·α``, see ``apply_write_gain``.
+      precision: ``jax.lax`` precision; ``HIGHEST`` forces products accurate to float32.
+      params: entries that override the parameter table.
+
+    Returns:
+      The solution ``[B, T, H, D]`` in the dtype of ``rhs``; the gain ``[B, T, H]`` float32, None
+      without ``write_gain``; the last penalty ``[B, H, D, D]`` float32.
+    """
+    _check(direction, normalize_rhs, write_gain)
+    length, dtype = rhs.shape[1], rhs.dtype
+    (rhs, direction), lambda0, segment_ids, shape, params = _prepare(
+        [rhs, direction], lambda0, initial_penalty, segment_ids, params
+    )
+    inverse, penalty = _inverses(
+        shape,
+        rhs,
+        direction,
+        lambda0,
+        _square(initial_penalty, shape),
+        segment_ids,
+        precision,
+        params,
+    )
+    config = _Sweep(
+        backward=False,
+        has_direction=direction is not None,
+        normalize_rhs=normalize_rhs,
+        write_gain=write_gain,
+        segments=segment_ids is not None,
+        has_d_normalized=False,
+        has_d_raw=False,
+        mode=backend.dot_mode(dtype, precision, wide=True),
+        rows=min(shape.dim, params["sweep_rows"]),
+        width=min(shape.dim, params["sweep_width"]),
+    )
+    inputs = [x for x in (lambda0, segment_ids, direction, rhs) if x is not None]
+    solution, *gain = _sweep(shape, config, inputs, inverse, [dtype], params=params)
+    solution = solution[:, :length, :, : shape.true_dim]
+    return solution, gain[0][:, :length] if gain else None, _unsquare(penalty, shape)
+
+
+def backward(
+    rhs: Array,
+    direction: Array | None,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+    solution: Array,
+    gain: Array | None,
+    d_solution: Array,
+    d_penalty: Array,
+    *,
+    normalize_rhs: bool = False,
+    write_gain: str | None = None,
+    precision=None,
+    params: Mapping[str, Any] | None = None,
+    d_normalized_rhs: Array | None = None,
+    d_raw_rhs: Array | None = None,
+) -> tuple[Array, Array | None, Array, Array]:
+    """Cotangents of ``rhs, direction, lambda0, initial_penalty`` from those of ``forward``.
+
+    ``d_normalized_rhs`` and ``d_raw_rhs`` are further cotangents of the normalised and of the given
+    right-hand side; they are added before and after the normalisation's backward. The cotangent of
+    ``direction`` is None if it was, and then part of that of ``rhs``.
+    """
+    _check(direction, normalize_rhs, write_gain)
+    length, dtype = rhs.shape[1], rhs.dtype
+    tokens = [rhs, direction, solution, d_solution, d_normalized_rhs, d_raw_rhs]
+    given = direction
+    tokens, lambda0, segment_ids, shape, params = _prepare(
+        tokens, lambda0, initial_penalty, segment_ids, params
+    )
+    rhs, direction, solution, d_solution, d_normalized, d_raw = tokens
+    if gain is not None:
+        gain = jnp.pad(gain, ((0, 0), (0, shape.length - length), (0, 0)))
+    inverse, _ = _inverses(
+        shape,
+        rhs,
+        direction,
+        lambda0,
+        _square(initial_penalty, shape),
+        segment_ids,
+        precision,
+        params,
+    )
+    config = _Sweep(
+        backward=True,
+        has_direction=direction is not None,
+        normalize_rhs=normalize_rhs,
+        write_gain=write_gain,
+        segments=segment_ids is not None,
+        has_d_normalized=d_normalized is not None,
+        has_d_raw=d_raw is not None,
+        mode=backend.dot_mode(dtype, precision, wide=True),
+        rows=min(shape.dim, params["sweep_rows"]),
+        width=min(shape.dim, params["sweep_width"]),
+    )
+    fused = direction is not None
+    needs_key = normalize_rhs or write_gain == "projection"
+    inputs = [
+        lambda0,
+        segment_ids,
+        direction,
+        rhs if needs_key else None,
+        solution,
+        d_solution,
+        gain if write_gain else None,
+        d_normalized,
+        d_raw,
+    ]
+    b, overlap, *d_rhs = _sweep(
+        shape,
+        config,
+        [x for x in inputs if x is not None],
+        inverse,
+        [dtype, dtype],
+        params=params,
+    )
+    d_lambda0 = -overlap.reshape(shape.batch, shape.heads, -1).sum((0, 2))
+
+    mode = backend.dot_mode(dtype, precision, wide=False)
+    x = _square(d_penalty, shape)
+    outer = _gram(shape, [solution, b], segment_ids, mode=mode, params=params)
+    ridge = jnp.zeros_like(lambda0)
+    states, start = _prefix(shape, outer, ridge, -(x + x.swapaxes(1, 2)), segment_ids, reverse=True)
+    d_u = _du(
+        shape,
+        rhs if direction is None else direction,
+        solution,
+        b,
+        states,
+        segment_ids,
+        given.dtype if fused else jnp.float32,
+        directions=not fused,
+        mode=mode,
+        params=params,
+    )
+    cut = slice(None), slice(length), slice(None), slice(shape.true_dim)
+    if fused:
+        d_rhs, d_direction = d_rhs[0][cut], d_u[cut]
+    else:
+        d_rhs, d_direction = _key_cotangent(shape, config, tokens, gain, b, d_u)[cut], None
+    return d_rhs, d_direction, d_lambda0, _unsquare(start, shape) / -2
+
+
+def _key_cotangent(shape, config, tokens, gain, b, d_u) -> Array:
+    """The cotangent of the raw key where the direction is made from it too."""
+    rhs, _, solution, d_solution, d_normalized, d_raw = (
+        None if x is None else x.astype(jnp.float32) for x in tokens
+    )
+    x = b.astype(jnp.float32) * (1 if gain is None else gain[..., None])
+    x += d_u * shape.true_dim**-0.5
+    if config.write_gain == "projection":
+        x -= jnp.sum(d_solution * solution, axis=-1, keepdims=True) * solution
+    if d_normalized is not None:
+        x += d_normalized
+    inverse = numerics.inverse_norm(rhs)
+    unit = rhs * inverse
+    x = (x - jnp.sum(x * unit, axis=-1, keepdims=True) * unit) * inverse
+    return (x if d_raw is None else x + d_raw).astype(b.dtype)
