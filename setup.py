@@ -15,7 +15,7 @@ EXAMPLES = ["orbax-checkpoint", "tqdm", "matplotlib"]
 setup(
     name="vla-jax",
     version=VERSION,
-    description="Variational Linear Attention in JAX: exact, chunkwise, linear in the sequence length",
+    description="Variational Linear Attention in JAX: exact, chunkwise, linear in the length",
     long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -141,9 +141,7 @@ def check(implementation, case, dtype):
 
     gradients, ours = jax.jit(jax.grad(loss, has_aux=True))(arrays)
     late = np.arange(1, small.length + 1)[:, None, None]
-    errors = [
-        relative_error(g, expected[n]) for n, g in zip(NAMES, gradients, strict=True)
-    ]
+    errors = [relative_error(g, expected[n]) for n, g in zip(NAMES, gradients, strict=True)]
     return relative_error(np.asarray(ours, np.float64) * late, out * late), max(errors)
 
 
@@ -199,8 +197,9 @@ def time_fla(row, case, arrays):
     from fla.ops.mesa_net import chunk_mesa_net
 
     q, k, v, _ = (
-        torch.tensor(np.asarray(x, np.float32), dtype=getattr(torch, row.dtype), device="cuda")
-        .requires_grad_()
+        torch.tensor(
+            np.asarray(x, np.float32), dtype=getattr(torch, row.dtype), device="cuda"
+        ).requires_grad_()
         for x in arrays
     )
     shape = q.shape[:3]
@@ -328,6 +327,7 @@ def plot(rows, path):
 
 
 def main(argv):
+    """Times what the flags select, prints the table, writes the files."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     gpu = jax.default_backend() == "gpu"
@@ -340,9 +340,7 @@ def main(argv):
     for name, case in selected():
         arrays = draw(case, dtype)
         for implementation in [*ours, *peers]:
-            row = Row(
-                implementation, name, case.batch, case.length, case.heads, case.dim, dtype
-            )
+            row = Row(implementation, name, case.batch, case.length, case.heads, case.dim, dtype)
             (time_ours if implementation in ours else time_peer)(row, case, arrays)
             if row.forward_ms is not None:
                 row.forward_tokens_per_s = 1e3 * case.batch * case.length / row.forward_ms

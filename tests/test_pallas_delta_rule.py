@@ -92,14 +92,18 @@ def expected(call, *, ratio, normalize, eps=1e-6):
         heads = call["key"].shape[2]
         groups = functools.partial(oracle._groups, heads=heads)
         z, sums = call["key_sum"], np.zeros_like(call["key"])
-        for t, restart in enumerate(
-            oracle._restarts(segments, *call["key"].shape[:2])
-        ):
+        for t, restart in enumerate(oracle._restarts(segments, *call["key"].shape[:2])):
             z = sums[:, t] = oracle._cleared(z, restart) + call["key"][:, t]
         weight = np.maximum(np.einsum("bthgd,bthd->bthg", groups(call["query"]), sums), eps)
         d_numerator, d_query, d_raw_key, d_sum = oracle._ratio_grad(
-            groups(d_out), groups(out), groups(call["query"]), call["key"],
-            call["key_sum"], call["d_key_sum"], segments, eps,
+            groups(d_out),
+            groups(out),
+            groups(call["query"]),
+            call["key"],
+            call["key_sum"],
+            call["d_key_sum"],
+            segments,
+            eps,
         )
         out = (groups(out) / weight[..., None]).reshape(out.shape)
         d_out = d_numerator.reshape(d_out.shape)

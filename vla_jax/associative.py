@@ -68,9 +68,7 @@ def running_sum(terms: Array, keep: Array | None, initial: Array) -> tuple[Array
     return _exclusive(initial, jnp.where(kept, initial, 0) + sums)
 
 
-penalty_solve_forward = functools.partial(
-    chunkwise.penalty_solve_forward, running_sum=running_sum
-)
+penalty_solve_forward = functools.partial(chunkwise.penalty_solve_forward, running_sum=running_sum)
 penalty_solve_backward = functools.partial(
     chunkwise.penalty_solve_backward, running_sum=running_sum
 )

@@ -303,9 +303,7 @@ def _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
     n = _num_chunks(length, chunk)
     batch, _, heads, _ = key.shape
     query = query.reshape(batch, length, heads, -1, query.shape[-1])
-    q, k, a, v = (
-        _split(x, n, chunk, policy.accumulator) for x in (query, key, write_key, value)
-    )
+    q, k, a, v = (_split(x, n, chunk, policy.accumulator) for x in (query, key, write_key, value))
     segments = _segments(segment_ids, n, chunk)
     cont = last = keep = None
     if segments is not None:

@@ -178,10 +178,10 @@ class LayerConfig:
         if self.implementation is not None:
             validation.choice("implementation", self.implementation, primitives.IMPLEMENTATIONS)
         validation.lambda0(self.lambda0, self.num_kv_heads, jnp.float32)
-        if np.ndim(self.lambda0):  # hashable, so that a configuration can be a static argument
-            object.__setattr__(self, "lambda0", tuple(float(x) for x in self.lambda0))
-        else:
-            object.__setattr__(self, "lambda0", float(self.lambda0))
+        # Hashable, so that a configuration can be a static argument.
+        values = np.asarray(self.lambda0, np.float64)
+        hashable = tuple(values.tolist()) if values.ndim else values.item()
+        object.__setattr__(self, "lambda0", hashable)
 
     def _default(self, name: str, value: int) -> None:
         if getattr(self, name) is None:

@@ -10,6 +10,11 @@ import jax.numpy as jnp
 
 from vla_jax.types import Array, DTypeLike, PrecisionLike
 
+# Decoding compares the carried inverse with the penalty after this many rank-one updates, and
+# derives it afresh where that fits better. Rarely enough that the factorisation costs nothing that
+# can be measured; the updates themselves drift by about 1e-5 in 10⁵ steps of float32.
+REDERIVE_EVERY = 4096
+
 
 def normalize(x: Array, axis: int = -1) -> Array:
     """Scales ``x`` to unit Euclidean length along ``axis``; an all-zero vector stays zero.
@@ -114,6 +119,28 @@ def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
         precision=default if precision is None else _precision(precision),
         requested=None if precision is None else _precision(precision),
     )
+
+
+def varying_axes(tree: Any) -> frozenset[str]:
+    """The mesh axes over which any array of ``tree`` varies; none outside ``jax.shard_map``."""
+    leaves = jax.tree.leaves(tree)
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in leaves))
+
+
+def varying_alike(tree: Any) -> Any:
+    """The arrays of ``tree``, all varying over the mesh axes that any of them varies over.
+
+    Inside ``jax.shard_map`` with replication checks a replicated array (a fresh state, a shared
+    ``lambda0``) cannot become a scan's carry beside sharded tokens; this is where it is cast, and
+    what sums its gradient over the devices. Does nothing elsewhere.
+    """
+    axes = varying_axes(tree)
+
+    def cast(x):
+        missing = tuple(axes - varying_axes(x))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree) if axes else tree
 
 
 def symmetrize(x: Array) -> Array:

@@ -22,11 +22,6 @@ from vla_jax.types import (
     WriteGain,
 )
 
-# Decoding compares the cached inverse with the penalty after this many rank-one updates, and derives
-# it afresh where that fits better. Rarely enough that the factorisation costs nothing that can be
-# measured; the updates themselves drift by about 1e-5 in 10⁵ steps of float32.
-REDERIVE_EVERY = 4096
-
 
 def init_state(
     batch_size: int,
@@ -193,6 +188,9 @@ def _attention(
     config, write_gain, readout, eps,
 ):  # fmt: skip
     """The composition, on validated arguments."""
+    query, key, value, direction, lambda0, state, segment_ids, mask = numerics.varying_alike(
+        (query, key, value, direction, lambda0, state, segment_ids, mask)
+    )
     present = None if mask is None else mask[..., None, None]
     if present is not None:
         query, key, value = (jnp.where(present, x, 0) for x in (query, key, value))
@@ -265,8 +263,8 @@ def vla_step(
 
     The inverse of the penalty is carried in the state and updated by the Sherman–Morrison formula;
     it is derived from the exact penalty when the state has none for this ``lambda0`` (the first
-    step after ``vla_attention`` or ``init_state``), and compared with it every ``REDERIVE_EVERY``
-    steps, so rounding does not accumulate. Any kind of differentiation works, and the gradient
+    step after ``vla_attention`` or ``init_state``), and compared with it every
+    ``numerics.REDERIVE_EVERY`` steps, so rounding does not accumulate. Any kind of differentiation works, and the gradient
     reaches ``state.penalty`` exactly.
 
     Args:
@@ -315,6 +313,9 @@ def vla_step(
 
 @functools.partial(jax.jit, static_argnames=("write_gain", "readout", "eps"))
 def _step(query, key, value, direction, state, lambda0, *, write_gain, readout, eps):
+    query, key, value, direction, state, lambda0 = numerics.varying_alike(
+        (query, key, value, direction, state, lambda0)
+    )
     dtype, dim, heads = state.memory.dtype, key.shape[-1], key.shape[1]
     out_dtype = query.dtype
     query = query.reshape(query.shape[0], heads, -1, dim).astype(dtype)
@@ -339,9 +340,7 @@ def _step(query, key, value, direction, state, lambda0, *, write_gain, readout, 
         *jax.lax.stop_gradient((state, before + regulariser, u, lambda0))
     )
     inverse = _known_inverse(penalty + regulariser, inverse)
-    solution = jnp.einsum(
-        "bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST
-    )
+    solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)
     out, memory, key_sum = reference.write_and_read(
         state, solution, query, key, unit_key, value, write_gain=write_gain, readout=readout,
         eps=eps,
@@ -359,7 +358,7 @@ def _next_inverse(
         return reference.sherman_morrison(inverse, u), {}
     cached, age = state.inverse.astype(matrix.dtype), state.inverse_age
     absent = state.inverse_lambda0 != lambda0
-    due = jnp.any(absent | (age >= REDERIVE_EVERY))
+    due = jnp.any(absent | (age >= numerics.REDERIVE_EVERY))
 
     def derive():
         derived = numerics.positive_definite_inverse(matrix)

@@ -65,9 +65,11 @@ def configure(
     dtypes = tuple(x.dtype for x in inputs)
     dims = tuple(x.shape[-1] for x in inputs)
     if implementation is None:
+        if jax.default_backend() != "gpu":
+            return Config("xla", policy, chunk_size)
         try:
-            _module("pallas").require(dtypes, dims, chunk_size, default=True)
-        except (NotImplementedError, ImportError):
+            _module("pallas").require(dtypes, dims, chunk_size)
+        except NotImplementedError:
             return Config("xla", policy, chunk_size)
         return Config("pallas", policy, chunk_size)
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
@@ -236,7 +238,8 @@ def penalty_solve(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _jit_penalty_solve(config, rhs, *args):
+def _jit_penalty_solve(config, *args):
+    rhs, *args = numerics.varying_alike(args)
     solution, penalty = solve(config, rhs, *args)
     return solution.astype(rhs.dtype), penalty
 
@@ -355,7 +358,8 @@ def delta_rule(
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _jit_delta_rule(config, query, *args):
+def _jit_delta_rule(config, *args):
+    query, *args = numerics.varying_alike(args)
     out, memory = delta(config, query, *args)
     return out.astype(query.dtype), memory
 
@@ -406,7 +410,7 @@ def attention(
     key_sum: Array,
     segment_ids: Array | None,
 ) -> tuple[Array, Array, Array, Array]:
-    """``(out, memory, penalty, key_sum)`` of an implementation in ``FUSED``, arguments validated."""
+    """``(out, memory, penalty, key_sum)`` of one in ``FUSED``, on validated arguments."""
     lambda0 = jnp.broadcast_to(lambda0, memory.shape[:2])
     return _attention(
         config, variant, query, key, value, direction, lambda0, memory, penalty, key_sum,

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from vla_jax import numerics
 from vla_jax.pallas import backend, recurrent
 from vla_jax.types import WRITE_GAINS
 
@@ -77,7 +78,7 @@ def _call(which: str, s: recurrent.Sizes, inputs, outputs, options, params):
         LEARNED=direction is not None,
         SEGMENTS=segment_ids is not None,
     )
-    axes = tuple(frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in arrays)))
+    axes = tuple(numerics.varying_axes(arrays))
     return [jax.lax.pcast(x, axes, to="varying") for x in out] if axes else out
 
 

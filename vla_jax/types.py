@@ -57,9 +57,9 @@ class VLAState:
         none (the next step then derives it from ``penalty``).
       inverse_age: ``[B, H]``, how many rank-one updates ``inverse`` has received since it was last
         compared with ``penalty``.
-      penalty_rest: ``[B, H, D, D]``, what rounding has kept out of ``penalty`` while decoding, below
-        its last digit (compensated summation): ``penalty + penalty_rest`` is the sum. Without it
-        10⁵ additions of one direction make ``lambda0 I + penalty`` indefinite in float32.
+      penalty_rest: ``[B, H, D, D]``, what rounding has kept out of ``penalty`` while decoding,
+        below its last digit (compensated summation): ``penalty + penalty_rest`` is the sum. Without
+        it 10⁵ additions of one direction make ``lambda0 I + penalty`` indefinite in float32.
     """
 
     memory: Array

@@ -3,9 +3,9 @@
     python tests/gpu/run.py [--parts cases,table,decode,pitfalls,timing] [--implementations ...]
 
 Prints one line a check and ends with a non-zero status if any failed. Inputs are rounded to
-bfloat16 once, so that float32 and bfloat16 runs share one oracle; the oracle runs in other processes
-while the kernels compile. An implementation that cannot run here is skipped, with the reason, unless
-it was named on the command line.
+bfloat16 once, so that float32 and bfloat16 runs share one oracle, which runs in other processes
+while the kernels compile. An implementation that cannot run here is skipped, with the reason,
+unless it was named on the command line.
 """
 
 import argparse
@@ -53,6 +53,7 @@ class Problem:
     learned: bool = True
     write_gain: str = "unit"
     readout: str = "ratio"
+    slack: float = 1.0  # multiplies the tolerances
     seed: int = 0
 
     @property
@@ -68,7 +69,9 @@ PROBLEMS = (
     Problem("T1000 segments", 1000, 64, 64, segments=True, initial=True),
     Problem("T4096", 4096, 64, 64),
     Problem("T4096 d128", 4096, 128, 128, heads=1),
-    Problem("T1000 equal keys", 1000, 64, 64, "equal", learned=False, readout="none"),
+    # Each of the equal writes is off by the rounding of A k, where A's largest eigenvalue is 150
+    # times k's own. No ratio: the gradient of its query would be zero.
+    Problem("T1000 equal keys", 1000, 64, 64, "equal", learned=False, readout="none", slack=10),
     Problem("T1000 keys of one sign", 1000, 64, 64, "sign", learned=False),
     Problem("T1000 cond 1e4", 1000, 64, 64, "cond"),
     Problem("T1000 lambda0 1e-3", 1000, 64, 64, lambda0=1e-3),
@@ -149,7 +152,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--implementations", default="")
-    parser.add_argument("--only", default="", help="run problems whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="run problems and timings whose name contains this, or a|b"
+    )
     parser.add_argument("--selftest", action="store_true", help="python -m vla_jax.selftest too")
     args = parser.parse_args()
     parts = args.parts.split(",")
@@ -185,6 +190,9 @@ class Run:
         if not passed:
             self.failures.append(name)
         self.say("PASS" if passed else "FAIL", name, detail)
+
+    def wanted(self, name):
+        return any(part in name for part in self.args.only.split("|"))
 
     def guarded(self, name, check, *args):
         """``check(*args)`` returns (passed, detail); an exception is a failure."""
@@ -224,7 +232,7 @@ class Run:
             )
         problems = [*(PROBLEMS if "cases" in self.parts else ())]
         problems += TABLE if "table" in self.parts else ()
-        problems = [p for p in problems if self.args.only in p.name]
+        problems = [p for p in problems if self.wanted(p.name)]
         self.compare(problems)
         for part in ("decode", "pitfalls", "timing"):
             if part in self.parts:
@@ -292,7 +300,7 @@ class Run:
         arrays = self.arrays(p, dtype)
         return self.jax.jit(self.function(implementation, p)).lower(*arrays).compile(), arrays
 
-    def errors(self, actual, wanted, dtype):
+    def errors(self, actual, wanted, dtype, slack=1.0):
         """(worst error over its tolerance, description)."""
         worst, words = 0.0, []
         for name, want in wanted.items():
@@ -301,7 +309,7 @@ class Run:
             if name == "d_lambda0":  # a sum of terms of both signs, of the size of d_penalty's
                 norm = max(norm, np.linalg.norm(wanted["d_penalty"]))
             error = np.linalg.norm(got - want) / max(norm, 1e-30)
-            ratio = error / TOLERANCE[dtype][name.startswith("d_")]
+            ratio = error / TOLERANCE[dtype][name.startswith("d_")] / slack
             worst = max(worst, ratio if np.isfinite(ratio) else np.inf)
             words.append((ratio if np.isfinite(ratio) else np.inf, f"{name} {error:.1e}"))
         return worst, " ".join(w for _, w in sorted(words, reverse=True)[:4])
@@ -316,7 +324,7 @@ class Run:
                     continue
                 dtypes = ["float32", "bfloat16"]
                 if implementation == "xla":  # plain JAX, tested elsewhere: for comparison
-                    dtypes = dtypes if p.name in ("T1000 cond 1e4", "T1000 lambda0 1e-3") else []
+                    dtypes = dtypes if p.name in ("T1000 cond 1e4", "T1000 equal keys") else []
                 jobs += [(p, implementation, dtype) for dtype in dtypes]
         spawn = multiprocessing.get_context("spawn")
         with (
@@ -331,7 +339,9 @@ class Run:
 
                 def check(job=job, p=p, dtype=dtype):
                     function, arrays = compiled.pop(job).result()
-                    worst, words = self.errors(function(*arrays), wanted[p].result(), dtype)
+                    worst, words = self.errors(
+                        function(*arrays), wanted[p].result(), dtype, p.slack
+                    )
                     return worst <= 1, f"{worst:7.3f} of tolerance: {words}"
 
                 self.guarded(f"{implementation:9} {dtype:8} {p.name}", check)
@@ -495,10 +505,13 @@ class Run:
     def timing(self):
         if "recurrent" not in self.implementations:
             return
-        self.guarded("timing: decoding step", self.time_decode)
+        checks = {"timing: decoding step": (self.time_decode,)}
         for dim in (64, 128):
             for length in (16, 64):
-                self.guarded(f"timing: d{dim} T{length}", self.time_recurrent, dim, length)
+                checks[f"timing: d{dim} T{length}"] = (self.time_recurrent, dim, length)
+        for name, check in checks.items():
+            if self.wanted(name):
+                self.guarded(name, *check)
 
     def median(self, call, arguments, repeats=7):
         """Milliseconds of ``arguments = call(arguments)``, after two warm-up calls."""
@@ -518,7 +531,7 @@ class Run:
         shape = (count, batch, heads, dim)
         tokens = [jnp.asarray(rng.random(shape), "float32") for _ in range(4)]
         lambda0 = jnp.full(heads, 0.1)
-        moved = 2 * 4 * batch * heads * (3 * dim * dim + dim)
+        moved = 2 * 4 * batch * heads * (4 * dim * dim + dim)
         floor = moved / 4.3e12 * 1e3
         results = {}
         for warps in (None, 4, 8, 16):
@@ -539,7 +552,7 @@ class Run:
 
             run = jax.jit(steps, donate_argnums=0)
             state = self.vla.init_state(batch, heads, dim, dim)
-            state = state.replace(inverse=jnp.zeros_like(state.penalty))
+            state = jax.tree.map(jnp.copy, state)  # no buffer twice: all are given away
             results[warps] = self.median(run, (state, jnp.float32(0))) / count
         best = min(v for k, v in results.items() if k)
         words = ", ".join(f"{k or 'vla_step'}: {v * 1e3:.0f}" for k, v in results.items())

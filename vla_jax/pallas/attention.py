@@ -10,9 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
 from vla_jax import numerics
 from vla_jax.pallas import backend
@@ -22,45 +20,23 @@ from vla_jax.types import Array
 
 
 def _folded(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` of trees of batch-leading arrays, with ``vmap`` folded into the batch."""
+    """``function`` with static options, its arrays' ``vmap`` folded into the batch."""
 
     @functools.wraps(function)
     def call(*args, **options):
-        leaves, tree = jax.tree.flatten(args)
-
-        @custom_vmap
-        def run(*leaves):
-            return function(*jax.tree.unflatten(tree, leaves), **options)
-
-        @run.def_vmap
-        def fold(size, batched, *leaves):
-            leaves = [
-                x if b else jnp.broadcast_to(x, (size, *x.shape))
-                for x, b in zip(leaves, batched, strict=True)
-            ]
-            out = run(*(x.reshape(-1, *x.shape[2:]) for x in leaves))
-            out = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), out)
-            return out, jax.tree.map(lambda _: True, out)
-
-        return run(*leaves)
+        return backend.fold_batch(functools.partial(function, **options))(*args)
 
     return call
 
 
-def require(dtypes, dims, chunk_size, *, default: bool = False) -> None:
-    """Raises NotImplementedError, saying why, where the kernels cannot serve.
-
-    ``default`` is for a caller who named no implementation: the interpreter, which is for tests,
-    does not count then.
-    """
-    backend.require("vla_jax", dtypes, dims)
+def require(dtypes, dims, chunk_size) -> None:
+    """Raises NotImplementedError, saying why, where the kernels cannot serve."""
+    backend.require("vla_attention", dtypes, dims)
     if chunk_size is not None:
         raise NotImplementedError(
             "chunk_size must be None with implementation='pallas', whose tiles come from a table "
             f"of parameters for each device; got {chunk_size}"
         )
-    if default and backend.interpret():
-        raise NotImplementedError("kernels run in the interpreter only where they are named")
 
 
 @_folded

@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
+from vla_jax import numerics
 from vla_jax.types import Array, DTypeLike
 
 INTERPRET = "VLA_JAX_PALLAS_INTERPRET"
@@ -82,7 +83,7 @@ def is_available() -> bool:
 
 
 def require(primitive: str, dtypes: tuple[DTypeLike, ...] = (), dims: tuple[int, ...] = ()) -> None:
-    """Raises NotImplementedError, saying why, where the kernels of ``primitive`` cannot run."""
+    """Raises NotImplementedError, saying why, where the kernels cannot serve ``primitive``."""
     reason = _reason_unavailable()
     for dtype in dtypes:
         if jnp.dtype(dtype) not in (jnp.float32, jnp.bfloat16, jnp.float16):
@@ -90,7 +91,7 @@ def require(primitive: str, dtypes: tuple[DTypeLike, ...] = (), dims: tuple[int,
     if max(dims, default=1) > MAX_DIM:
         reason = f"a head dimension of {max(dims)} is above {MAX_DIM}"
     if reason is not None:
-        raise NotImplementedError(f"the Pallas kernels of {primitive} cannot run: {reason}")
+        raise NotImplementedError(f"implementation='pallas' cannot serve {primitive}: {reason}")
 
 
 def parameters(primitive: str, dim: int, overrides: Mapping[str, Any] | None = None) -> dict:
@@ -146,27 +147,60 @@ def call(
     cost_estimate=None,
     input_output_aliases: Mapping[int, int] | None = None,
 ) -> Callable:
-    """``pl.pallas_call`` through Triton, or through the interpreter."""
+    """``pl.pallas_call`` through Triton, or through the interpreter.
+
+    Outputs vary over the mesh axes of a ``shard_map`` over which any input does.
+    """
     if len(grid) > 3 or max(grid[1:], default=1) > 65535:
         raise NotImplementedError(f"{name}: grid {grid} does not fit a launch")
     kernel.__name__ = name  # what profilers show
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        out_shape=out_shape,
-        input_output_aliases=dict(input_output_aliases or {}),
-        compiler_params=_CompilerParams(num_warps=num_warps, num_stages=num_stages),
-        interpret=interpret(),
-        cost_estimate=cost_estimate,
-        name=name,
-    )
+
+    def run(*inputs):
+        axes = numerics.varying_axes(inputs)
+        kind = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
+        return pl.pallas_call(
+            kernel,
+            grid=grid,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            out_shape=jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, **kind), out_shape
+            ),
+            input_output_aliases=dict(input_output_aliases or {}),
+            compiler_params=_CompilerParams(num_warps=num_warps, num_stages=num_stages),
+            interpret=interpret(),
+            cost_estimate=cost_estimate,
+            name=name,
+        )(*numerics.varying_alike(inputs))
+
+    return run
+
+
+def fold_batch(function: Callable) -> Callable:
+    """``function`` of trees of arrays that all have a batch axis first; ``vmap`` folds into it."""
+    folded = jax.custom_batching.custom_vmap(function)
+
+    @folded.def_vmap
+    def rule(axis_size, in_batched, *args):
+        def fold(x, batched):
+            if not batched:
+                x = jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+
+        out = folded(*jax.tree.map(fold, args, tuple(in_batched)))
+        out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
+        return out, jax.tree.map(lambda _: True, out)
+
+    return folded
 
 
 def whole(*arrays) -> list[pl.BlockSpec]:
     """One spec an array: the kernel gets the whole array and indexes it itself."""
-    return [pl.BlockSpec(x.shape, lambda *_, rank=len(x.shape): (0,) * rank) for x in arrays]
+
+    def spec(shape):
+        return pl.BlockSpec(shape, lambda *_: (0,) * len(shape))
+
+    return [spec(x.shape) for x in arrays]
 
 
 # --- inside kernels ----------------------------------------------------------------------------
@@ -199,6 +233,7 @@ def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool =
     Modes: ``"tf32"`` one pass on operands of 11 bits, ``"tf32x3"`` three passes, accurate to
     float32, ``"input"`` operands as they are (of one dtype; float32 operands mean ``"tf32x3"``).
     """
+    precision: jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
     if mode == "input" and a.dtype == b.dtype and a.dtype.itemsize == 2:
         precision = None
     else:

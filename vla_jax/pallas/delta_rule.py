@@ -61,7 +61,13 @@ _PARAMS = dict(
 backend.TABLE.update(
     {
         (None, NAME, 128): _PARAMS,
-        (None, NAME, 256): _PARAMS | dict(slab=64, sweep_width=32, sweep_stages=1),
+        (None, NAME, 256): _PARAMS
+        | dict(
+            slab=64,
+            sweep_width=32,
+            sweep_stages=1,
+            float32=dict(chunk=32, read_width=64, pull_width=64),
+        ),
     }
 )
 
@@ -185,7 +191,9 @@ class _Segments:
 def _launch(body: Callable, grid, inputs: dict, outputs: dict, *, warps, stages, name) -> dict:
     """Runs ``body`` with a dictionary of references: inputs that are not None, and outputs."""
     inputs = {n: x for n, x in inputs.items() if x is not None}
-    axes: frozenset = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in inputs.values()))
+    axes: frozenset = frozenset().union(
+        *(getattr(jax.typeof(x), "vma", ()) for x in inputs.values())
+    )
     vma = {"vma": axes} if axes else {}
     shapes = {n: jax.ShapeDtypeStruct(*x, **vma) for n, x in outputs.items() if x is not None}
     for n, x in (inputs | shapes).items():
@@ -243,15 +251,15 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
         return segments.lower(x, rows, columns, strict=True)
 
     if c.normalize or c.ratio:
-        total = jnp.zeros((s.dim,), jnp.float32)
+        total = jnp.zeros((BLOCK, s.dim), jnp.float32)
         for low in range(0, s.chunk, BLOCK):
             k = keys[batch, pl.ds(start + low, BLOCK), head, :].astype(jnp.float32)
             if c.normalize:
                 r["norm"][stream, pl.ds(start + low, BLOCK)] = _inverse_norm(k)
             if c.ratio:
-                total += jnp.sum(_where(segments.last(low, BLOCK), k), axis=0)
+                total += _where(segments.last(low, BLOCK), k)
         if c.ratio:
-            r["key_sums"][stream, n, :] = total
+            r["key_sums"][stream, n, :] = jnp.sum(total, axis=0)
         backend.barrier()
 
     count = s.chunk // BLOCK
@@ -261,6 +269,8 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
     column = backend.iota((count, BLOCK), 1)
     rows: list = []
     for i in range(BLOCK):
+        if i % 4 == 0:
+            backend.barrier()  # keeps the compiler from loading all coefficients first
         x = (column == i).astype(jnp.float32)
         for j in range(i):
             x -= half[stream, n, :, i, j][:, None] * rows[j]
@@ -271,36 +281,37 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
     backend.barrier()
 
     size = BLOCK
-    done = [half[stream, n, b] for b in range(count)]
-    corner = None
-    for b, x in enumerate(done):
-        inverse[stream, n, pl.ds(b * BLOCK, BLOCK), pl.ds(b * BLOCK, BLOCK)] = x.astype(c.work)
+    for b in range(count):
+        cut = pl.ds(b * BLOCK, BLOCK)
+        inverse[stream, n, cut, cut] = half[stream, n, b].astype(c.work)
     while size < s.chunk:
-        for b in range(0, len(done), 2):
+        for b in range(0, s.chunk // size, 2):
             low, high = pl.ds(b * size, size), pl.ds((b + 1) * size, size)
-            below = overlap((b + 1) * size, b * size, size)
-            corner = -fine(done[b + 1], fine(below, done[b])).astype(jnp.float32)
-            inverse[stream, n, high, low] = corner.astype(c.work)
+            if size == BLOCK:
+                first, second = half[stream, n, b], half[stream, n, b + 1]
+            else:
+                first, second = inverse[stream, n, low, low], inverse[stream, n, high, high]
+            corner = fine(second, fine(overlap((b + 1) * size, b * size, size), first))
+            inverse[stream, n, high, low] = (-corner).astype(c.work)
             inverse[stream, n, low, high] = jnp.zeros((size, size), c.work)
         size *= 2
-        if size < s.chunk:
-            backend.barrier()
-            cuts = [pl.ds(low, size) for low in range(0, s.chunk, size)]
-            done = [inverse[stream, n, cut, cut].astype(jnp.float32) for cut in cuts]
+        backend.barrier()
 
-    # The halves of the chunk: rows of Tm in blocks of the last size.
-    size = s.chunk // len(done)
-    blocks = [[done[0]]] if corner is None else [[done[0]], [corner, done[1]]]
+    size = max(s.chunk // 2, BLOCK)
+    halves = [pl.ds(low, size) for low in range(0, s.chunk, size)]
 
     def multiply(name, ref, scale, width):
         for cut in _slabs(width, slab):
-            operands = [tokens(ref, b * size, size, cut) for b in range(len(blocks))]
-            for i, row in enumerate(blocks):
-                x = 0
-                for block, operand, weight in zip(row, operands, scale, strict=False):
-                    block = block if weight is None else block * weight[None, :]
-                    x += dot(block.astype(c.work), operand)
+            operands = [tokens(ref, low, size, cut) for low in range(0, s.chunk, size)]
+            for i, rows in enumerate(halves):
+                x = jnp.zeros((size, cut.size), jnp.float32)
+                for j, columns in enumerate(halves[: i + 1]):
+                    block = inverse[stream, n, rows, columns]
+                    if scale[j] is not None:
+                        block = (block * scale[j][None, :]).astype(c.work)
+                    x += dot(block, operands[j])
                 r[name][stream, pl.ds(start + i * size, size), cut] = x.astype(c.work)
+            backend.barrier()  # keeps registers low: the next loads stay behind
 
     scales = []
     for low in range(0, s.chunk, size):
@@ -309,7 +320,7 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
             scale = reached.astype(jnp.float32) if scale is None else _where(reached, scale)
         scales.append(scale)
     multiply("t_key", keys, scales, s.dim)
-    multiply("t_value", r["value"], [None] * len(blocks), s.value_dim)
+    multiply("t_value", r["value"], [None] * len(halves), s.value_dim)
 
 
 def _solve(s: _Shape, c: _Config, key, write_key, value, segments, params):
@@ -437,9 +448,7 @@ def _sweep(s: _Shape, c: _Config, params, *, reverse, segments, initial, initial
         initial_sum = initial_sum[:, None] if sums else None
     else:
         zeros = dict(initial=jnp.zeros(*state), initial_sum=jnp.zeros(*total) if sums else None)
-        ends = launch(
-            arrays | zeros, dict(final=state, final_sum=total), width, blocks
-        )
+        ends = launch(arrays | zeros, dict(final=state, final_sum=total), width, blocks)
         linear = {n: arrays[n] for n in ("left", "right", "norm") if n in arrays}
         square = (s.streams, supers, s.dim, s.dim), jnp.float32
         map_width = min(s.dim, params["sweep_width"])
@@ -626,26 +635,13 @@ def _grads_kernel(r, *, s: _Shape, c: _Config, width: int, slab: int):
     def put(name, x, head):
         r[name][batch, here, head, columns] = x.astype(r[name].dtype)
 
-    d_key, d_write, triangle = zeros, zeros, square
-    for cut in cuts:
-        d_e = r["d_value"][batch, here, head, cut].astype(c.work)
-        e = r["residual"][stream, here, cut]
-        triangle += dot(d_e, e, trans_b=True)
-        d_key += dot(d_e, r["starts"][stream, n, columns, cut], trans_b=True)
-        d_write += dot(e, r["ends"][stream, n, columns, cut], trans_b=True)
-    triangle = segments.lower(triangle, strict=True)
-    d_key = _where(cont, d_key) + dot(triangle.astype(c.work), a)
-    put("d_key", -d_key, head)
-    if c.normalize:
-        triangle *= r["norm"][stream, here][:, None]
-    d_write = _where(last, d_write)
-
+    # The queries first: what they need is no longer live when the keys' part begins.
+    d_write = zeros
     if c.ratio:
         ones = segments.lower(jnp.ones_like(square))
-        sums = dot(ones.astype(c.work), k)
-        sums += _where(cont, jnp.broadcast_to(r["key_sums"][stream, n, columns][None, :], zeros.shape))
-        ends = r["d_key_sums"][stream, n, columns][None, :]
-        d_raw = _where(last, jnp.broadcast_to(ends, zeros.shape))
+        carried = jnp.broadcast_to(r["key_sums"][stream, n, columns][None, :], zeros.shape)
+        ends = jnp.broadcast_to(r["d_key_sums"][stream, n, columns][None, :], zeros.shape)
+        d_raw = _where(last, ends)
     for g in range(s.groups):
         query_head, query_stream = head * s.groups + g, stream * s.groups + g
         scores, d_query = square, zeros
@@ -655,16 +651,30 @@ def _grads_kernel(r, *, s: _Shape, c: _Config, width: int, slab: int):
             scores += dot(d_o, r["residual"][stream, here, cut], trans_b=True)
             d_query += dot(d_o, r["starts"][stream, n, columns, cut], trans_b=True)
         scores = segments.lower(scores).astype(c.work)
-        q = r["query"][batch, here, query_head, columns].astype(c.work)
         d_query = _where(cont, d_query) + dot(scores, a)
+        q = r["query"][batch, here, query_head, columns].astype(c.work)
         d_write += dot(scores, q, trans_a=True)
         if c.ratio:
             d_weight = r["d_weight"][query_stream, here][:, None]
+            sums = dot(ones.astype(c.work), k) + _where(cont, carried)
             d_query += d_weight * sums
             d_raw += dot((d_weight * ones).astype(c.work), q, trans_a=True)
         put("d_query", d_query, query_head)
     if c.ratio:
         put("d_raw_key", d_raw, head)
+
+    d_key, d_carried, triangle = zeros, zeros, square
+    for cut in cuts:
+        d_e = r["d_value"][batch, here, head, cut].astype(c.work)
+        e = r["residual"][stream, here, cut]
+        triangle += dot(d_e, e, trans_b=True)
+        d_key += dot(d_e, r["starts"][stream, n, columns, cut], trans_b=True)
+        d_carried += dot(e, r["ends"][stream, n, columns, cut], trans_b=True)
+    triangle = segments.lower(triangle, strict=True)
+    put("d_key", -(_where(cont, d_key) + dot(triangle.astype(c.work), a)), head)
+    if c.normalize:
+        triangle *= r["norm"][stream, here][:, None]
+    d_write += _where(last, d_carried)
     put("d_write_key", d_write - dot(triangle.astype(c.work), k, trans_a=True), head)
 
 

@@ -207,7 +207,7 @@ def _prefix_kernel(*refs, shape, rows, reverse, segments):
     where = pl.ds(pl.program_id(1) * rows, rows)
     size = rows, shape.dim
     diagonal = backend.iota(size, 0) + pl.program_id(1) * rows == backend.iota(size, 1)
-    ridge = jnp.where(diagonal, lam_ref[stream % shape.heads], 0)
+    ridge = jnp.where(diagonal, lam_ref[stream], 0)
     last = shape.supers - 1
 
     def step(i, x):
@@ -266,7 +266,7 @@ def _invert_kernel(lam_ref, _, out_ref, z_ref, *, shape, rows):
     """
     at = pl.program_id(0), pl.program_id(1)
     dim = shape.dim
-    lam = lam_ref[at[0] % shape.heads]
+    lam = lam_ref[at[0]]
     resident = rows == dim  # the matrix stays in registers; only panels pass through memory
     dot = functools.partial(backend.dot, mode="tf32x3")
 
@@ -364,7 +364,7 @@ def _sweep_kernel(*refs, shape, config):
     dot = functools.partial(backend.dot, mode=mode)
     batch, head, start, groups = shape.locate()
     at = pl.program_id(0), pl.program_id(1)
-    inverse_lam = 1 / lam_ref[head]
+    inverse_lam = 1 / lam_ref[at[0]]
     row, col = backend.iota((BLOCK, BLOCK), 0), backend.iota((BLOCK, BLOCK), 1)
     resident = config.rows == shape.dim
     parts = [pl.ds(i, config.width) for i in range(0, shape.dim, config.width)]
@@ -634,7 +634,7 @@ def _prepare(tokens, lambda0, initial_penalty, segment_ids, params):
             return x
         return jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, padded_dim - dim)))
 
-    lambda0 = jnp.broadcast_to(lambda0.astype(jnp.float32), (heads,))
+    lambda0 = jnp.broadcast_to(lambda0.astype(jnp.float32), (batch, heads)).reshape(-1)
     if segment_ids is not None:
         segment_ids = jnp.pad(
             segment_ids.astype(jnp.int32), ((0, 0), (0, padded - length)), mode="edge"
@@ -687,7 +687,7 @@ def forward(
     Args:
       rhs: ``[B, T, H, D]``, the right-hand sides; raw keys with ``normalize_rhs``.
       direction: ``[B, T, H, D]``, or None for the unit key over ``√D`` (``normalize_rhs`` only).
-      lambda0: ``[H]``.
+      lambda0: ``[B, H]`` (``[H]`` is broadcast).
       initial_penalty: ``[B, H, D, D]``, symmetric, without ``λ₀ I``.
       segment_ids: int32 ``[B, T]`` that does not decrease, or None.
       normalize_rhs: whether to scale the right-hand sides to unit length first.
@@ -809,7 +809,7 @@ def backward(
         [dtype, dtype],
         params=params,
     )
-    d_lambda0 = -overlap.reshape(shape.batch, shape.heads, -1).sum((0, 2))
+    d_lambda0 = -overlap.reshape(shape.batch, shape.heads, -1).sum(-1)
 
     mode = backend.dot_mode(dtype, precision, wide=False)
     x = _square(d_penalty, shape)

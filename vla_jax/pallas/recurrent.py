@@ -17,8 +17,8 @@ No atomics: two runs give equal bits. Nothing is kept for the backward but α, i
 ``v − S k̂`` and the ratio's denominator, all per token.
 
 Every array here has the batch for its first axis, ``lambda0`` too (``[B, H]``): a ``vmap`` folds
-into it (`fold_batch`) instead of adding a grid axis. D and E are padded with zeros to powers of two,
-which changes nothing: a zero feature is never read and never written.
+into it (``backend.fold_batch``) instead of adding a grid axis. D and E are padded with zeros to
+powers of two, which changes nothing: a zero feature is never read and never written.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
+from vla_jax import numerics
 from vla_jax.pallas import backend
 from vla_jax.types import Array, VLAState
 
@@ -39,17 +40,14 @@ NAME = "vla_recurrent"
 MAX_DIM = 128
 MAX_ELEMENTS = 2**31  # kernels index with 32 bits
 
-# A is derived again from the exact penalty after this many rank-one updates, in decoding too.
-REDERIVE_EVERY = 1024
-
 backend.TABLE.update(
     {
-        (None, NAME, 32): {"num_warps": 1, "rederive_every": REDERIVE_EVERY},
-        (None, NAME, 64): {"num_warps": 4, "rederive_every": REDERIVE_EVERY},
-        (None, NAME, 128): {"num_warps": 8, "rederive_every": REDERIVE_EVERY},
-        (None, "vla_decode", 32): {"num_warps": 1, "rederive_every": REDERIVE_EVERY},
-        (None, "vla_decode", 64): {"num_warps": 4, "rederive_every": REDERIVE_EVERY},
-        (None, "vla_decode", 128): {"num_warps": 8, "rederive_every": REDERIVE_EVERY},
+        (None, NAME, 32): {"num_warps": 1, "rederive_every": numerics.REDERIVE_EVERY},
+        (None, NAME, 64): {"num_warps": 4, "rederive_every": numerics.REDERIVE_EVERY},
+        (None, NAME, 128): {"num_warps": 8, "rederive_every": numerics.REDERIVE_EVERY},
+        (None, "vla_decode", 32): {"num_warps": 1, "rederive_every": numerics.REDERIVE_EVERY},
+        (None, "vla_decode", 64): {"num_warps": 4, "rederive_every": numerics.REDERIVE_EVERY},
+        (None, "vla_decode", 128): {"num_warps": 4, "rederive_every": numerics.REDERIVE_EVERY},
     }
 )
 
@@ -139,33 +137,8 @@ def _pad(x: Array | None, *widths: int) -> Array | None:
     return jnp.pad(x, pads)
 
 
-def _varying(shape: tuple[int, ...], dtype: Any, *inputs: Array) -> jax.ShapeDtypeStruct:
-    """An output that varies over the mesh axes of a ``shard_map`` over which any input does."""
-    axes: frozenset = frozenset().union(*(getattr(jax.typeof(x), "vma", ()) for x in inputs))
-    return jax.ShapeDtypeStruct(shape, dtype, **({"vma": axes} if axes else {}))
-
-
-def fold_batch(function: Callable) -> Callable:
-    """``function`` of trees of arrays that all have a batch axis first; ``vmap`` folds into it."""
-    folded = jax.custom_batching.custom_vmap(function)
-
-    @folded.def_vmap
-    def rule(axis_size, in_batched, *args):
-        def fold(x, batched):
-            if not batched:
-                x = jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
-
-        out = folded(*jax.tree.map(fold, args, tuple(in_batched)))
-        out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
-        return out, jax.tree.map(lambda _: True, out)
-
-    return folded
-
-
 def _launch(kernel, s: Sizes, inputs, outputs, params, *, name, aliases=None):
-    vma_inputs = jax.tree.leaves(inputs)
-    out_shape = [_varying(shape, dtype, *vma_inputs) for shape, dtype in outputs]
+    out_shape = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
     return backend.call(
         kernel,
         grid=(s.streams,),
@@ -643,7 +616,7 @@ def attention_forward(*args, policy: Any = None, variant: Any, kernel: Callable 
     """
     del policy
     options = {n: getattr(variant, n) for n in Options._fields}
-    out, state, saved = fold_batch(functools.partial(kernel, **options))(*args)
+    out, state, saved = backend.fold_batch(functools.partial(kernel, **options))(*args)
     return (out, *state), (args, saved)
 
 
@@ -654,22 +627,39 @@ def attention_backward(
     del policy
     options = {n: getattr(variant, n) for n in Options._fields}
     args, saved = residuals
-    return fold_batch(functools.partial(kernel, **options))(saved, *args, *cotangents)
+    return backend.fold_batch(functools.partial(kernel, **options))(saved, *args, *cotangents)
 
 
 # --- decoding ----------------------------------------------------------------------------------
 
 
-def _refresh_kernel(lam, *refs, s: Sizes, rederive_every: int):
-    """Derives the inverse where the cache does not hold or is as old as it may be; in place.
+def _misfit(row: Callable, lam, inverse: Array) -> Array:
+    """Largest entry of ``I − (λ₀ I + penalty) inverse``; infinite where it is not a number."""
+    dim = inverse.shape[0]
 
-    Nearly always there is nothing to do. A launch of its own keeps its registers out of the step.
+    def step(i, largest):
+        here = backend.iota((dim,), 0) == i
+        product = _left(row(i) + jnp.where(here, lam, 0.0), inverse)
+        rest = jnp.abs(jnp.where(here, 1.0, 0.0) - product)
+        return jnp.maximum(largest, jnp.max(jnp.where(rest < np.inf, rest, np.inf), axis=0))
+
+    return backend.loop(dim, step, jnp.float32(0))
+
+
+def _refresh_kernel(lam, *refs, s: Sizes, rederive_every: int):
+    """Derives the inverse where there is none, or where it is due and the derived one is better.
+
+    In place. Nearly always there is nothing to do: a launch of its own keeps the registers that
+    this takes out of the step.
     """
     penalty, inverse, inverse_lambda0, age = refs[4:]
     b, h, _ = s.locate()
     lam = lam[b, h]
+    absent = inverse_lambda0[b, h] != lam
+    due = absent | (age[b, h] >= rederive_every)
+    backend.barrier()  # every thread has read them
 
-    @pl.when((inverse_lambda0[b, h] != lam) | (age[b, h] >= rederive_every))
+    @pl.when(absent)
     def _():
         def symmetrize(i, carry):  # in strips, to need few registers; the inverse is free to use
             strip = pl.ds(i * _STRIP, _STRIP)
@@ -679,19 +669,32 @@ def _refresh_kernel(lam, *refs, s: Sizes, rederive_every: int):
         backend.loop(s.dim // _STRIP, symmetrize, np.int32(0))
         backend.barrier()
         penalty[b, h] = inverse[b, h]
-        inverse[b, h] = _derive(inverse[b, h], lam)
+        backend.barrier()
+
+    @pl.when(due)
+    def _():
+        misfit = functools.partial(_misfit, lambda i: penalty[b, h, i, :], lam)
+        carried = misfit(inverse[b, h])
+        derived = _derive(penalty[b, h], lam)
+        better = absent | (2 * misfit(derived) < carried)
+
+        @pl.when(better)
+        def _():
+            inverse[b, h] = derived
+
+        backend.barrier()
         inverse_lambda0[b, h] = lam
         age[b, h] = jnp.float32(0)
 
 
-def _step_kernel(*refs, s: Sizes, options: Options, learned: bool):
+def _step_kernel(*refs, s: Sizes, options: Options, learned: bool, compensated: bool):
     """One token of one head: every element of the state is read once and written once.
 
     The state is updated in place, so only the output references are used.
     """
     query, key, value, *rest = refs
     direction = rest.pop(0) if learned else None
-    out, memory, penalty, key_sum, inverse, age = rest[5:]
+    out, memory, penalty, key_sum, inverse, age, *rest = rest[6 if compensated else 5 :]
     b, h, queries = s.locate()
     k = _wide(key[b, h, :])
     unit_key = k * _inverse_norm(k)
@@ -711,7 +714,14 @@ def _step_kernel(*refs, s: Sizes, options: Options, learned: bool):
         out[b, g, :] = read.astype(out.dtype)
     age_now = age[b, h]
     backend.barrier()  # every thread has read the key sum and the age by now
-    penalty[b, h] += _outer(u, u)
+    added = _outer(u, u)
+    if compensated:  # what this addition rounds away is added with the next one
+        added = added + rest[0][b, h]
+    before = penalty[b, h]
+    after = before + added
+    penalty[b, h] = after
+    if compensated:
+        rest[0][b, h] = added - (after - before)
     key_sum[b, h] = z
     age[b, h] = age_now + 1
 
@@ -735,8 +745,9 @@ def step(
       query: ``[B, Hq, D]``; key, direction: ``[B, H, D]``; value: ``[B, H, E]``: any of float32,
         bfloat16, float16. ``direction=None`` means ``k̂ / √D``.
       lambda0: ``[H]`` float32.
-      state: float32, with its cache (none of the fields None). Where the cache does not hold for
-        ``lambda0``, or is as old as it may be, the inverse is derived in the kernel.
+      state: float32, with its cache (only ``penalty_rest`` may be None). Where the cache does not
+        hold for ``lambda0``, or is due to be compared with the penalty, a launch before the step's
+        derives the inverse.
 
     Returns:
       ``(out [B, Hq, E] in query's dtype, the new state)``.
@@ -751,7 +762,7 @@ def step(
         _step, options=Options(write_gain, readout, eps), params=dict(params or {})
     )
     lambda0 = jnp.broadcast_to(lambda0, key.shape[:2])
-    return fold_batch(run)(query, key, value, direction, lambda0, state)
+    return backend.fold_batch(run)(query, key, value, direction, lambda0, state)
 
 
 def _step(query, key, value, direction, lambda0, state, *, options, params):
@@ -760,23 +771,17 @@ def _step(query, key, value, direction, lambda0, state, *, options, params):
     params = backend.parameters("vla_decode", max(s.dim, s.value_dim), params)
     tokens = [_pad(x, s.dim) for x in (query, key)] + [_pad(value, s.value_dim)]
     tokens += [] if direction is None else [_pad(direction, s.dim)]
-    fields = [
-        _pad(state.memory, s.dim, s.value_dim),
-        _pad(state.penalty, s.dim, s.dim),
-        _pad(state.key_sum, s.dim),
-        _pad(state.inverse, s.dim, s.dim),
-        state.inverse_lambda0,
-        state.inverse_age,
-    ]
-    memory, penalty, key_sum, inverse, inverse_lambda0, age = fields
+    memory = _pad(state.memory, s.dim, s.value_dim)
+    rest = [] if state.penalty_rest is None else [_pad(state.penalty_rest, s.dim, s.dim)]
+    cache = [_pad(x, s.dim, s.dim) for x in (state.penalty, state.inverse)]
+    cache += [state.inverse_lambda0, state.inverse_age]
     rederive = functools.partial(_refresh_kernel, s=s, rederive_every=params["rederive_every"])
-    cache = [penalty, inverse, inverse_lambda0, age]
     penalty, inverse, inverse_lambda0, age = _launch(
         rederive, s, [lambda0, *cache], [(x.shape, x.dtype) for x in cache],
         {"num_warps": max(4, s.dim // 8)}, name="vla_decode_refresh",
         aliases={1 + i: i for i in range(len(cache))},
     )  # fmt: skip
-    fields = [memory, penalty, key_sum, inverse, age]
+    fields = [memory, penalty, _pad(state.key_sum, s.dim), inverse, age, *rest]
     inputs = [*tokens, *fields]
     outputs = [((*query.shape[:2], s.value_dim), query.dtype)]
     outputs += [(x.shape, x.dtype) for x in fields]
@@ -785,8 +790,9 @@ def _step(query, key, value, direction, lambda0, state, *, options, params):
         s=s,
         options=options,
         learned=direction is not None,
+        compensated=bool(rest),
     )
-    out, memory, penalty, key_sum, inverse, age = _launch(
+    out, memory, penalty, key_sum, inverse, age, *rest = _launch(
         kernel, s, inputs, outputs, params, name="vla_decode_step",
         aliases={len(tokens) + i: 1 + i for i in range(len(fields))},
     )  # fmt: skip
@@ -797,5 +803,6 @@ def _step(query, key, value, direction, lambda0, state, *, options, params):
         inverse=inverse[..., :dim, :dim],
         inverse_lambda0=inverse_lambda0,
         inverse_age=age,
+        penalty_rest=rest[0][..., :dim, :dim] if rest else None,
     )
     return out[..., :value_dim], new

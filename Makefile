@@ -1,0 +1,46 @@
+# make mqar    trains the main example; ARGS="--num_pairs=16" passes flags on
+# make test    runs the tests;          ARGS="-k attention" likewise
+# make lint    checks style and types
+# make bench   runs the benchmarks
+#
+# Each target first makes a virtual environment in VENV with PYTHON and installs what it needs.
+# EXTRAS names further extras of setup.py, such as EXTRAS=cuda13 for an NVIDIA GPU.
+
+PYTHON ?= python3
+VENV ?= .venv
+EXTRAS ?=
+WORKERS ?= 2
+ARGS ?=
+
+comma := ,
+empty :=
+python := $(VENV)/bin/python
+# A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
+stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
+
+.PHONY: mqar test lint bench clean
+
+mqar: $(call stamp,examples)
+	$(python) examples/mqar.py $(ARGS)
+
+test: $(call stamp,test)
+	$(python) -m pytest -n $(WORKERS) $(ARGS)
+
+lint: $(call stamp,lint)
+	$(python) -m ruff format --check .
+	$(python) -m ruff check .
+	$(python) -m mypy
+
+bench: $(call stamp,examples)
+	$(python) benchmarks/run.py $(ARGS)
+
+clean:
+	rm -rf $(VENV)
+
+$(VENV)/.created:
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+$(VENV)/.installed-%: setup.py $(VENV)/.created
+	$(python) -m pip install --editable ".[$*]"
+	touch $@

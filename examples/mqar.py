@@ -1,0 +1,115 @@
+"""Trains a small model on multi-query associative recall and reports its held-out accuracy.
+
+    python examples/mqar.py --model=vla --num_pairs=8 --out_dir=DIR
+
+writes ``DIR/result.json`` and ``DIR/curve.png``. If it is interrupted, the same command resumes; if
+it has finished, the same command reports what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from absl import app, flags, logging
+from model import MIXERS, ModelConfig
+from tasks import LAYOUTS, MQAR
+from training import Run, SettingsError, TrainConfig
+
+from vla_jax.layer import DIRECTIONS
+from vla_jax.primitives import IMPLEMENTATIONS
+
+_T, _M = TrainConfig(), ModelConfig()
+_VLA_ONLY = ("implementation", "direction", "lambda0")
+
+_MODEL = flags.DEFINE_enum("model", "vla", sorted(MIXERS), "The token mixer.")
+_NUM_PAIRS = flags.DEFINE_integer("num_pairs", 8, "Key-value pairs.", lower_bound=1)
+_LAYOUT = flags.DEFINE_enum("layout", "published", LAYOUTS, "Layout of a sequence.")
+_SEQ_LEN = flags.DEFINE_integer(
+    "seq_len", 0, "Tokens of a sequence; 0 for what suits the layout.", lower_bound=0
+)
+_VOCAB_SIZE = flags.DEFINE_integer("vocab_size", 128, "Token ids.", lower_bound=4)
+_D_MODEL = flags.DEFINE_integer("d_model", _M.d_model, "Width of the model.", lower_bound=1)
+_NUM_HEADS = flags.DEFINE_integer("num_heads", _M.num_heads, "Heads.", lower_bound=1)
+_NUM_LAYERS = flags.DEFINE_integer("num_layers", _M.num_layers, "Layers.", lower_bound=1)
+_FFN_DIM = flags.DEFINE_integer("ffn_dim", _M.ffn_dim, "Feed-forward width.", lower_bound=1)
+_IMPLEMENTATION = flags.DEFINE_enum(
+    "implementation", None, IMPLEMENTATIONS, "Of --model=vla; the best that works by default."
+)
+_DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of --model=vla.")
+_LAMBDA0 = flags.DEFINE_float("lambda0", _M.lambda0, "Of --model=vla.", lower_bound=1e-12)
+_STEPS = flags.DEFINE_integer("steps", _T.steps, "Optimiser steps at most.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", _T.batch_size, "Sequences.", lower_bound=1)
+_LEARNING_RATE = flags.DEFINE_float(
+    "learning_rate", _T.learning_rate, "Peak of the schedule.", lower_bound=1e-12
+)
+_WARMUP = flags.DEFINE_integer("warmup", _T.warmup, "Warm-up steps.", lower_bound=0)
+_TARGET_ACCURACY = flags.DEFINE_float(
+    "target_accuracy", _T.target_accuracy, "Stop at this held-out accuracy; above 1: never."
+)
+_SEED = flags.DEFINE_integer("seed", 0, "Of parameters and data.", lower_bound=0)
+_OUT_DIR = flags.DEFINE_string("out_dir", "runs/mqar", "Where everything is written.")
+_OVERWRITE = flags.DEFINE_bool("overwrite", False, "Train anew whatever --out_dir holds.")
+_PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
+
+
+def _run() -> Run:
+    for name in _VLA_ONLY:
+        if flags.FLAGS[name].present and _MODEL.value != "vla":
+            raise ValueError(f"--{name} needs --model=vla, got --model={_MODEL.value}")
+    task = MQAR(_NUM_PAIRS.value, _VOCAB_SIZE.value, _LAYOUT.value, _SEQ_LEN.value)
+    model = ModelConfig(
+        mixer=_MODEL.value,
+        vocab_size=task.vocab_size,
+        max_length=task.length,
+        d_model=_D_MODEL.value,
+        num_heads=_NUM_HEADS.value,
+        num_layers=_NUM_LAYERS.value,
+        ffn_dim=_FFN_DIM.value,
+        implementation=_IMPLEMENTATION.value,
+        direction=_DIRECTION.value,
+        lambda0=_LAMBDA0.value,
+    )
+    training = TrainConfig(
+        steps=_STEPS.value,
+        batch_size=_BATCH_SIZE.value,
+        learning_rate=_LEARNING_RATE.value,
+        warmup=_WARMUP.value,
+        target_accuracy=_TARGET_ACCURACY.value,
+        seed=_SEED.value,
+    )
+    return Run(task, model, training, _OUT_DIR.value, overwrite=_OVERWRITE.value)
+
+
+def main(argv: list[str]) -> None:
+    """Trains, or resumes, or reports a finished run."""
+    if len(argv) > 1:
+        sys.exit(f"mqar: unexpected argument {argv[1]!r}")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # orbax is talkative
+    try:
+        run = _run()
+    except SettingsError as error:
+        sys.exit(f"mqar: {error} with --overwrite")
+    except ValueError as error:
+        sys.exit(f"mqar: {error}")
+    if run.finished:
+        print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")
+    elif run.step:
+        print(f"Resuming {run.out_dir} after step {run.step}.", flush=True)
+    try:
+        result = run.train(progress=_PROGRESS.value)
+    except KeyboardInterrupt:
+        print(f"\nInterrupted after step {run.step}; the same command goes on from the checkpoint.")
+        sys.exit(130)
+    except NotImplementedError as error:
+        sys.exit(f"mqar: {error}")
+    finally:
+        run.close()
+    shown = ("model", "num_pairs", "seq_len", "steps", "eval_accuracy", "train_seconds")
+    print(json.dumps({name: result[name] for name in shown}))
+    print(run.result_path)
+
+
+if __name__ == "__main__":
+    app.run(main)

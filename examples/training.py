@@ -1,0 +1,424 @@
+"""The training loop of every example: data order, checkpoints, early stop, result and curve.
+
+Everything a run draws comes from ``(seed, stream, index)``, so the batch of step ``i`` is the same
+whether or not the run was interrupted before it, and held-out data never meet training data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import os
+import pathlib
+import platform
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from flax import nnx
+from matplotlib.figure import Figure
+from model import Model, ModelConfig
+from tasks import Batch, Task
+from tqdm import tqdm
+
+import vla_jax
+
+# Streams of the data generator: training, the evaluations that stop a run, the reported one.
+TRAIN, VALIDATION, TEST = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How a model is trained.
+
+    Attributes:
+      steps: optimiser steps at most; the cosine schedule ends there.
+      batch_size: sequences of a batch.
+      learning_rate: peak of the schedule, after ``warmup`` steps from zero.
+      warmup, weight_decay, clip: of AdamW (``clip`` is the global norm of the gradient).
+      target_accuracy: validation accuracy at which the run stops early; above 1 for never.
+      eval_every: steps between validations.
+      eval_batches: batches of one validation; the test uses four times as many.
+      checkpoint_every: steps between checkpoints.
+      log_every: steps between points of the curve.
+      seed: of the parameters and of the data.
+
+    Raises:
+      ValueError: naming what does not fit.
+    """
+
+    steps: int = 1500
+    batch_size: int = 64
+    learning_rate: float = 2e-3
+    warmup: int = 100
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    target_accuracy: float = 0.999
+    eval_every: int = 50
+    eval_batches: int = 8
+    checkpoint_every: int = 200
+    log_every: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "eval_every", "eval_batches", "checkpoint_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    def optimizer(self) -> optax.GradientTransformation:
+        """AdamW behind a clip, with a linear warm-up and a cosine decay to zero."""
+        warmup = min(self.warmup, self.steps // 2)
+        schedule = optax.warmup_cosine_decay_schedule(0, self.learning_rate, warmup, self.steps)
+        return optax.chain(
+            optax.clip_by_global_norm(self.clip),
+            optax.adamw(schedule, weight_decay=self.weight_decay),
+        )
+
+
+class TrainState(NamedTuple):
+    """What a checkpoint holds of the model."""
+
+    step: int
+    params: Any
+    opt_state: Any
+
+
+class Scores(NamedTuple):
+    """Mean loss and accuracy over the positions that have a weight."""
+
+    loss: float
+    accuracy: float
+
+
+class SettingsError(ValueError):
+    """The directory holds a run with other settings."""
+
+
+def batch(task: Task, config: TrainConfig, stream: int, index: int) -> Batch:
+    """Batch ``index`` of a stream."""
+    return task.sample(np.random.default_rng([config.seed, stream, index]), config.batch_size)
+
+
+def scores(graphdef: Any, params: Any, data: Batch) -> tuple[jax.Array, jax.Array]:
+    """Loss and accuracy of a batch."""
+    logits = nnx.merge(graphdef, params)(data.inputs)
+    weights = data.weights / jnp.sum(data.weights)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, data.targets)
+    hits = jnp.argmax(logits, axis=-1) == data.targets
+    return jnp.sum(losses * weights), jnp.sum(hits * weights)
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
+def train_step(
+    params: Any, opt_state: Any, data: Batch, *, graphdef: Any, config: TrainConfig
+) -> tuple[Any, Any, Scores]:
+    """One optimiser step."""
+    loss_fn = jax.value_and_grad(functools.partial(scores, graphdef), has_aux=True)
+    (loss, accuracy), gradients = loss_fn(params, data)
+    updates, opt_state = config.optimizer().update(gradients, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, Scores(loss, accuracy)
+
+
+eval_step = jax.jit(scores, static_argnames="graphdef")
+
+
+def evaluate(
+    graphdef: Any, params: Any, task: Task, config: TrainConfig, stream: int, batches: int
+) -> Scores:
+    """Loss and accuracy over the first ``batches`` batches of a stream."""
+    results = [eval_step(graphdef, params, batch(task, config, stream, i)) for i in range(batches)]
+    return Scores(*(float(np.mean(x)) for x in zip(*results, strict=True)))
+
+
+class Run:
+    """A run in a directory: made, resumed or found finished, then trained.
+
+    Args:
+      task: what to learn.
+      model_config: sizes and mixer.
+      config: how to train.
+      out_dir: holds ``checkpoints/``, ``settings.json``, ``result.json`` and ``curve.png``.
+      overwrite: whether to throw away what the directory holds of an earlier run.
+
+    Raises:
+      SettingsError: if the directory holds a run with other settings.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model_config: ModelConfig,
+        config: TrainConfig,
+        out_dir: str | os.PathLike[str],
+        overwrite: bool = False,
+    ):
+        self.task, self.model_config, self.config = task, model_config, config
+        self.out_dir = pathlib.Path(out_dir).resolve()
+        self.out_dir.mkdir(parents=True, exist_ok=True)
+        self.result_path = self.out_dir / "result.json"
+        self._settings_path = self.out_dir / "settings.json"
+        checkpoints = self.out_dir / "checkpoints"
+        self._check_settings(checkpoints, overwrite)
+
+        self.graphdef, params = nnx.split(Model(model_config, nnx.Rngs(config.seed)))
+        self.state = TrainState(0, params, config.optimizer().init(params))
+        self.history: list[dict[str, float]] = []
+        self._earlier_seconds, self._start = 0.0, time.perf_counter()
+        self._manager = ocp.CheckpointManager(
+            checkpoints,
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=2, cleanup_tmp_directories=True, enable_async_checkpointing=False
+            ),
+        )
+        if self._manager.latest_step() is not None:
+            self._restore()
+
+    def settings(self) -> dict[str, Any]:
+        """All that decides the outcome, as JSON data."""
+        return {
+            "task": {"name": type(self.task).__name__, **dataclasses.asdict(self.task)},
+            "model": dataclasses.asdict(self.model_config),
+            "training": dataclasses.asdict(self.config),
+        }
+
+    def _check_settings(self, checkpoints: pathlib.Path, overwrite: bool) -> None:
+        if overwrite:
+            shutil.rmtree(checkpoints, ignore_errors=True)
+            for old in (self._settings_path, self.result_path):
+                old.unlink(missing_ok=True)
+        if self._settings_path.exists():
+            found = _flat(json.loads(self._settings_path.read_text("utf-8")))
+            asked = _flat(self.settings())
+            differences = [
+                f"{name} is {found.get(name)!r} there and {asked.get(name)!r} here"
+                for name in sorted(found.keys() | asked.keys())
+                if found.get(name) != asked.get(name)
+            ]
+            if differences:
+                raise SettingsError(
+                    f"{self.out_dir} holds a run with other settings: {'; '.join(differences)}. "
+                    "Choose another directory, or overwrite it"
+                )
+        elif self.result_path.exists() or any(checkpoints.glob("[0-9]*")):
+            raise SettingsError(
+                f"{self.out_dir} holds a run without its settings.json. "
+                "Choose another directory, or overwrite it"
+            )
+
+    def result(self) -> dict[str, Any] | None:
+        """What the finished run wrote, or None if it is not finished."""
+        return json.loads(self.result_path.read_text("utf-8")) if self.finished else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether the result has been written."""
+        return self.result_path.exists()
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done."""
+        return self.state.step
+
+    @property
+    def seconds(self) -> float:
+        """Time spent, compilation and evaluation included, over all sittings of the run."""
+        return self._earlier_seconds + time.perf_counter() - self._start
+
+    def train(self, progress: bool = True) -> dict[str, Any]:
+        """Trains to the end and returns the result; a finished run only returns it.
+
+        Ctrl-C ends it after the step that is under way: a checkpoint is saved and KeyboardInterrupt
+        raised; another run in the same directory resumes. A second Ctrl-C does not wait.
+
+        Raises:
+          KeyboardInterrupt: after Ctrl-C.
+          FloatingPointError: if the loss is not finite.
+        """
+        if (result := self.result()) is not None:
+            return result
+        self._start = time.perf_counter()
+        with _interrupts() as requested:
+            for _ in self._steps(progress):
+                if requested():
+                    self._save()
+                    raise KeyboardInterrupt
+                if self.step % self.config.checkpoint_every == 0:
+                    self._save()
+            self._save()
+            return self._finish()
+
+    def close(self) -> None:
+        """Releases the checkpoint directory."""
+        self._manager.close()
+
+    def _steps(self, progress: bool) -> Iterator[None]:
+        config = self.config
+        bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=not progress)
+        with bar:
+            while self.step < config.steps and not self._reached_target():
+                step, params, opt_state = self.state
+                data = batch(self.task, config, TRAIN, step)
+                params, opt_state, train = train_step(
+                    params, opt_state, data, graphdef=self.graphdef, config=config
+                )
+                step += 1
+                point: dict[str, float] = {}
+                if step % config.log_every == 0:
+                    loss, accuracy = map(float, train)
+                    if not math.isfinite(loss):
+                        raise FloatingPointError(f"the loss is {loss} at step {step}")
+                    bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
+                    point.update(loss=loss, accuracy=accuracy)
+                if step % config.eval_every == 0 or step == config.steps:
+                    held_out = self._evaluate(params, VALIDATION, config.eval_batches)
+                    point.update(eval_loss=held_out.loss, eval_accuracy=held_out.accuracy)
+                if point:
+                    self.history.append({"step": step, **point})
+                self.state = TrainState(step, params, opt_state)
+                bar.update()
+                yield
+
+    def _evaluate(self, params: Any, stream: int, batches: int) -> Scores:
+        return evaluate(self.graphdef, params, self.task, self.config, stream, batches)
+
+    def _reached_target(self) -> bool:
+        evaluated = [point for point in self.history if "eval_accuracy" in point]
+        return bool(evaluated) and (evaluated[-1]["eval_accuracy"] >= self.config.target_accuracy)
+
+    def _save(self) -> None:
+        if self._manager.latest_step() == self.step:
+            return
+        if not self._settings_path.exists():
+            _write_json(self._settings_path, self.settings())
+        meta = {"history": self.history, "seconds": self.seconds}
+        self._manager.save(
+            self.step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(_by_name(self.state[1:])), meta=ocp.args.JsonSave(meta)
+            ),
+        )
+
+    def _restore(self) -> None:
+        step, trees = self._manager.latest_step(), self.state[1:]
+        named = _by_name(trees)
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(named), meta=ocp.args.JsonRestore()
+            ),
+        )
+        leaves = [restored["state"][name] for name in named]
+        self.state = TrainState(step, *jax.tree.unflatten(jax.tree.structure(trees), leaves))
+        self.history = restored["meta"]["history"]
+        self._earlier_seconds = restored["meta"]["seconds"]
+
+    def _finish(self) -> dict[str, Any]:
+        held_out = self._evaluate(self.state.params, TEST, 4 * self.config.eval_batches)
+        settings = self.settings()
+        result = {
+            "model": self.model_config.mixer,
+            **settings["task"],
+            "seq_len": self.task.length,
+            "seed": self.config.seed,
+            "steps": self.step,
+            "eval_accuracy": held_out.accuracy,
+            "eval_loss": held_out.loss,
+            "train_seconds": round(self.seconds, 2),
+            "parameters": sum(x.size for x in jax.tree.leaves(self.state.params)),
+            "device": jax.devices()[0].device_kind,
+            "versions": {
+                "python": platform.python_version(),
+                **{m.__name__: m.__version__ for m in (jax, flax, optax, np, vla_jax)},
+            },
+            "settings": settings,
+            "history": self.history,
+        }
+        _plot(self.history, result, self.out_dir / "curve.png")
+        _write_json(self.result_path, result)
+        return result
+
+
+@contextlib.contextmanager
+def _interrupts() -> Iterator[Callable[[], bool]]:
+    """Within, the first Ctrl-C only makes the yielded function return True; a second one raises.
+
+    Raised inside a compilation or a checkpoint, KeyboardInterrupt is lost or fatal in places.
+    """
+    requested = False
+
+    def handler(number, frame):
+        nonlocal requested
+        if requested:
+            signal.default_int_handler(number, frame)
+        requested = True
+
+    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not usual or threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield lambda: requested
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _by_name(tree: Any) -> dict[str, jax.Array]:
+    """The leaves of a tree by their path: a checkpoint then depends on no class."""
+    leaves, _ = jax.tree.flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def _flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {f"{group}.{k}": v for group, values in settings.items() for k, v in values.items()}
+
+
+@contextlib.contextmanager
+def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
+    """A temporary path beside ``path`` that takes its place if nothing goes wrong."""
+    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _write_json(path: pathlib.Path, data: Any) -> None:
+    with _replacing(path) as temporary:
+        temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", "utf-8")
+
+
+def _plot(history: list[dict[str, float]], result: dict[str, Any], path: pathlib.Path) -> None:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for axes, name in ((left, "loss"), (right, "accuracy")):
+        for key, label in ((name, "training batch"), (f"eval_{name}", "held out")):
+            points = [(point["step"], point[key]) for point in history if key in point]
+            if points:
+                axes.plot(*zip(*points, strict=True), label=label)
+        axes.set(xlabel="step", ylabel=name)
+    right.set_ylim(-0.02, 1.02)
+    right.legend()
+    figure.suptitle(
+        f"{result['name']}, {result['model']}: accuracy {result['eval_accuracy']:.4f} "
+        f"after {result['steps']} steps"
+    )
+    with _replacing(path) as temporary:
+        figure.savefig(temporary, dpi=150)
