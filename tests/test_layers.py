@@ -654,7 +654,7 @@ def test_options_are_keyword_only():
 
 def test_an_annotated_initialiser_is_refused_with_the_remedy():
     annotated = flax_nnx.with_partitioning(layer.default_kernel_init, ("embed", "heads"))
-    with pytest.raises(TypeError, match="kernel_init.*logical_axes"):
+    with pytest.raises(TypeError, match=r"kernel_init.*logical_axes"):
         make(kernel_init=annotated)
 
 

@@ -125,7 +125,7 @@ def check(call, tolerance=tolerances.REORDERED32, compare=support.assert_close, 
         compare(actual[name], x, tolerance, name)
 
 
-@pytest.mark.parametrize("ratio, normalize", [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("ratio", "normalize"), [(False, False), (False, True), (True, True)])
 @pytest.mark.parametrize("segments", [None, [(0, [5, 6, 32, 50]), (1, [3, 16, 17, 64])]])
 def test_values_and_gradients(ratio, normalize, segments):
     call = draw(0, 2, 77, 2, 2, 16, 32, segments=segments)

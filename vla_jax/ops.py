@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -108,9 +108,11 @@ def vla_attention(
       eps: positive floor of the ratio's denominator.
       chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
         not the result. ``"reference"`` has no chunks, and the GPU kernels refuse it.
-      implementation: None picks the best that works here. ``"reference"`` (token by token, any
-        kind of differentiation), ``"xla"`` (chunkwise), ``"associative"`` (chunkwise, associative
-        scan over chunks), ``"pallas"`` (GPU kernels), ``"triton"``.
+      implementation: ``"reference"`` (token by token, any kind of differentiation), ``"xla"``
+        (chunkwise; what None means, on every device), ``"associative"`` (chunkwise, associative
+        scan over chunks), ``"pallas"`` (GPU kernels; in their interpreter where the environment
+        says ``VLA_JAX_PALLAS_INTERPRET=1``), ``"triton"`` (the single-launch kernel through
+        jax-triton, for few tokens).
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs; for 16-bit inputs tf32 in the solve and the inputs' dtype in the memory, always
         accumulated in float32. ``"reference"`` is always as exact as its dtype.
@@ -258,26 +260,30 @@ def vla_step(
     write_gain: WriteGain = "unit",
     readout: Readout = "ratio",
     eps: float = 1e-6,
+    implementation: Literal["xla", "pallas"] | None = None,
 ) -> tuple[Array, VLAState]:
     """One token of ``vla_attention``: for decoding, in time and memory that do not grow.
 
     The inverse of the penalty is carried in the state and updated by the Sherman–Morrison formula;
     it is derived from the exact penalty when the state has none for this ``lambda0`` (the first
     step after ``vla_attention`` or ``init_state``), and compared with it every
-    ``numerics.REDERIVE_EVERY`` steps, so rounding does not accumulate. Any kind of differentiation works, and the gradient
-    reaches ``state.penalty`` exactly.
+    ``numerics.REDERIVE_EVERY`` steps, so rounding does not accumulate. Any kind of differentiation
+    works, and the gradient reaches ``state.penalty`` exactly.
 
     Args:
       query: ``[B, Hq, D]``; key, direction: ``[B, H, D]``; value: ``[B, H, E]``: as in
         ``vla_attention`` without the time axis. ``direction=None`` means ``k̂ / √D``.
       state: what the previous step, ``vla_attention`` or ``init_state`` returned.
       lambda0, write_gain, readout, eps: as in ``vla_attention``.
+      implementation: ``"xla"`` (what None means) or ``"pallas"``, a GPU kernel that reads and
+        writes the state once; its derivatives are those of ``"xla"``.
 
     Returns:
       ``(out [B, Hq, E] in the dtype of query, the new state)``.
 
     Raises:
       ValueError, TypeError: for a bad argument, which the message names.
+      NotImplementedError: if the kernel was named and cannot serve these arrays here.
     """
     key = validation.array("key", key, (None,) * 3, "[B, H, D]")
     batch, heads, dim = key.shape
@@ -293,29 +299,43 @@ def vla_step(
         query.dtype, key.dtype, value.dtype, getattr(state, "memory", query).dtype
     )
     fields = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
+    state = fields.replace(
+        inverse=state.inverse,
+        inverse_lambda0=state.inverse_lambda0,
+        inverse_age=state.inverse_age,
+        penalty_rest=state.penalty_rest,
+    )
     return _step(
         query,
         key,
         value,
         direction,
-        fields.replace(
-            inverse=state.inverse,
-            inverse_lambda0=state.inverse_lambda0,
-            inverse_age=state.inverse_age,
-            penalty_rest=state.penalty_rest,
-        ),
+        state,
         validation.lambda0(lambda0, heads, dtype),
+        kernel=primitives.decode_kernel(implementation, state, query, key, value, direction),
         write_gain=write_gain,
         readout=readout,
         eps=float(eps),
     )
 
 
-@functools.partial(jax.jit, static_argnames=("write_gain", "readout", "eps"))
-def _step(query, key, value, direction, state, lambda0, *, write_gain, readout, eps):
-    query, key, value, direction, state, lambda0 = numerics.varying_alike(
-        (query, key, value, direction, state, lambda0)
-    )
+@functools.partial(jax.jit, static_argnames=("kernel", "write_gain", "readout", "eps"))
+def _step(
+    query, key, value, direction, state, lambda0, *, kernel, write_gain, readout, eps
+):  # fmt: skip
+    arrays = numerics.varying_alike((query, key, value, direction, lambda0, state))
+    options = {"write_gain": write_gain, "readout": readout, "eps": eps}
+    plain = functools.partial(_plain_step, **options)
+    if kernel is None:
+        return plain(*arrays)
+
+    # The kernel is the value; every derivative is that of the same step in jax.numpy.
+    step = jax.custom_jvp(functools.partial(kernel, **options))
+    step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    return step(*arrays)
+
+
+def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, readout, eps):
     dtype, dim, heads = state.memory.dtype, key.shape[-1], key.shape[1]
     out_dtype = query.dtype
     query = query.reshape(query.shape[0], heads, -1, dim).astype(dtype)

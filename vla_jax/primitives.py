@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,9 +21,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from vla_jax import associative, chunkwise, numerics, reference, validation
-from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike
+from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike, VLAState
 
 IMPLEMENTATIONS = ("reference", "xla", "associative", "pallas", "triton")
+
+# What ``implementation=None`` means, on every device: the GPU kernels are to be named until a run
+# of ``tests/gpu/run.py`` on the GPU has passed with them as they stand (BUILD_NOTES.md).
+DEFAULT = "xla"
 
 # Implementations that run the whole of ``vla_attention`` themselves, and where they live. Imported
 # when asked for: they need packages or devices that others do without.
@@ -62,19 +67,12 @@ def configure(
     if chunk_size is not None:
         validation.positive("chunk_size", chunk_size, integer=True)
     policy = numerics.policy(*inputs, precision=precision)
-    dtypes = tuple(x.dtype for x in inputs)
-    dims = tuple(x.shape[-1] for x in inputs)
     if implementation is None:
-        if jax.default_backend() != "gpu":
-            return Config("xla", policy, chunk_size)
-        try:
-            _module("pallas").require(dtypes, dims, chunk_size)
-        except NotImplementedError:
-            return Config("xla", policy, chunk_size)
-        return Config("pallas", policy, chunk_size)
+        return Config(DEFAULT, policy, chunk_size)
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation in FUSED:
-        _module(implementation).require(dtypes, dims, chunk_size)
+        dtypes = tuple(x.dtype for x in inputs)
+        _module(implementation).require(dtypes, tuple(x.shape[-1] for x in inputs), chunk_size)
     return Config(implementation, policy, chunk_size)
 
 
@@ -198,7 +196,7 @@ def penalty_solve(
         restarts from zero.
       chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
         not the result. ``"reference"`` has no chunks, and the GPU kernels refuse it.
-      implementation: ``None`` (the best that works here) or one of ``"reference"``, ``"xla"``,
+      implementation: ``None`` (``"xla"``, on every device) or one of ``"reference"``, ``"xla"``,
         ``"associative"``, ``"pallas"``, ``"triton"``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs, tf32 (where the device has it) for 16-bit inputs. ``"reference"`` has no matrix
@@ -362,6 +360,34 @@ def _jit_delta_rule(config, *args):
     query, *args = numerics.varying_alike(args)
     out, memory = delta(config, query, *args)
     return out.astype(query.dtype), memory
+
+
+STEP_IMPLEMENTATIONS = ("xla", "pallas")
+
+
+def decode_kernel(
+    implementation: str | None, state: VLAState, *tokens: Array | None
+) -> Callable[..., Any] | None:
+    """The kernel of one decoding step if the caller named it, None for plain ``jax.numpy``.
+
+    Raises:
+      ValueError: if ``implementation`` is none that a step has.
+      NotImplementedError: if the kernel cannot serve these arrays here.
+    """
+    if implementation is None:
+        return None
+    validation.choice("implementation", implementation, STEP_IMPLEMENTATIONS)
+    if implementation == "xla":
+        return None
+    recurrent = importlib.import_module("vla_jax.pallas.recurrent")
+    dtypes = tuple(x.dtype for x in jax.tree.leaves((state, tokens)))
+    recurrent.require("vla_step", dtypes, state.memory.shape[-2:])
+    if any(x is None for x in (state.inverse, state.inverse_lambda0, state.inverse_age)):
+        raise NotImplementedError(
+            "implementation='pallas' needs a state with its cache: one that init_state, "
+            "vla_attention or vla_step returned"
+        )
+    return recurrent.step
 
 
 # --- the whole of vla_attention, for implementations that fuse it -------------------------------

@@ -185,11 +185,11 @@ def _chosen(case: Case, inputs: dict[str, Array]) -> str:
 
 def _difference(actual: Array, expected: Array) -> float:
     """Relative root mean square difference; infinite if ``actual`` is not finite."""
-    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
-    if not np.isfinite(actual).all():
+    wide, wanted = (np.asarray(x, np.float64) for x in (actual, expected))
+    if not np.isfinite(wide).all():
         return float("inf")
-    scale = np.linalg.norm(expected)
-    return float(np.linalg.norm(actual - expected) / (scale if scale else 1.0))
+    scale = np.linalg.norm(wanted)
+    return float(np.linalg.norm(wide - wanted) / (scale if scale else 1.0))
 
 
 def _compare(implementation: str, case: Case, dtype: str, drawn: Any, expected: Any) -> Result:

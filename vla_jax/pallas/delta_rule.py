@@ -43,29 +43,34 @@ MAX_ELEMENTS = 2**31  # kernels index with 32 bits
 
 _PARAMS = dict(
     chunk=64,
-    slab=128,  # columns of a product at a time, where it can be cut
+    solve_slab=128,  # columns of a product at a time, where it can be cut
     solve_warps=2,
     sweep_width=64,  # columns of the state that one program carries
     sweep_warps=4,
     sweep_stages=2,
-    read_width=128,
+    read_width=128,  # columns of the output that one program writes
     read_warps=4,
     pull_width=128,
+    pull_slab=64,
     pull_warps=4,
     grads_width=64,
+    grads_slab=128,
     grads_warps=4,
-    fill=256,  # programs of the sweep that fill the device
+    fill=512,  # programs of the sweep that fill the device
     min_span=16,  # fewest chunks of a super-chunk
     float32={},  # what differs where operands are float32
 )
+# Measured on an H200; four warps for the solve, eight anywhere else, and narrower tiles are slower.
 backend.TABLE.update(
     {
+        (None, NAME, 64): _PARAMS | dict(sweep_stages=3, float32=dict(sweep_stages=2)),
         (None, NAME, 128): _PARAMS,
         (None, NAME, 256): _PARAMS
         | dict(
-            slab=64,
+            solve_slab=64,
             sweep_width=32,
             sweep_stages=1,
+            grads_slab=64,
             float32=dict(chunk=32, read_width=64, pull_width=64),
         ),
     }
@@ -118,11 +123,10 @@ class _Config(NamedTuple):
 def super_chunks(streams: int, blocks: int, chunks: int, params: Mapping[str, Any]) -> int:
     """In how many super-chunks the sweep is cut: one, unless programs are far too few.
 
-    Cutting costs two further sweeps (of F and of G), so it pays from four super-chunks on.
+    Cutting costs two further sweeps (of F and of G), so it pays from eight super-chunks on.
     """
-    count = params["fill"] // (streams * blocks)
-    count = min(count, chunks // params["min_span"])
-    return 1 << (count.bit_length() - 1) if count >= 4 else 1
+    count = min(params["fill"] // (streams * blocks), chunks // params["min_span"])
+    return 1 << (count.bit_length() - 1) if count >= 8 else 1
 
 
 # --- pieces of kernels -------------------------------------------------------------------------
@@ -221,7 +225,35 @@ def _launch(body: Callable, grid, inputs: dict, outputs: dict, *, warps, stages,
 # --- solve -------------------------------------------------------------------------------------
 
 
-def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
+def _substitute(load: Callable, count: int, unroll: bool) -> list[Array]:
+    """The rows of ``(I + N)⁻¹`` for ``count`` blocks at once, each ``[count, BLOCK]``.
+
+    ``load`` reads rows or entries of N, zero on and above the diagonal. Unrolled, a thread owns
+    columns and goes down the rows: no exchange between threads. Rolled is for the interpreter.
+    """
+    if not unroll:
+        index = backend.iota((count, BLOCK, BLOCK), 1)
+        identity = (index == backend.iota(index.shape, 2)).astype(jnp.float32)
+
+        def step(i, x):
+            row = identity - jnp.sum(load(i, slice(None))[:, :, None] * x, axis=1, keepdims=True)
+            return jnp.where(index == i, row, x)
+
+        x = backend.loop(BLOCK, step, jnp.zeros_like(identity))
+        return [x[:, i] for i in range(BLOCK)]
+    column = backend.iota((count, BLOCK), 1)
+    rows: list[Array] = []
+    for i in range(BLOCK):
+        if i % 4 == 0:
+            backend.barrier()  # keeps the compiler from loading all entries first
+        x = (column == i).astype(jnp.float32)
+        for j in range(i):
+            x -= load(i, j)[:, None] * rows[j]
+        rows.append(x)
+    return rows
+
+
+def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int, unroll: bool):
     """``Tm`` of one chunk, ``Tm K`` (rows that the state at the start reaches) and ``Tm V``.
 
     Blocks of 16 rows by substitution, all of the chunk's at once; blocks of 32 and 64 from them:
@@ -266,15 +298,7 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
     for b in range(count):
         half[stream, n, b] = overlap(b * BLOCK, b * BLOCK, BLOCK)
     backend.barrier()
-    column = backend.iota((count, BLOCK), 1)
-    rows: list = []
-    for i in range(BLOCK):
-        if i % 4 == 0:
-            backend.barrier()  # keeps the compiler from loading all coefficients first
-        x = (column == i).astype(jnp.float32)
-        for j in range(i):
-            x -= half[stream, n, :, i, j][:, None] * rows[j]
-        rows.append(x)
+    rows = _substitute(lambda *index: half[stream, n, :, *index], count, unroll)
     backend.barrier()
     for i, x in enumerate(rows):
         half[stream, n, :, i, :] = x
@@ -326,8 +350,9 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int):
 def _solve(s: _Shape, c: _Config, key, write_key, value, segments, params):
     per_chunk = s.streams, s.chunks
     f32 = jnp.float32
-    out = _launch(
-        functools.partial(_solve_kernel, s=s, c=c, slab=params["slab"]),
+    unroll = params.get("unroll", not backend.interpret())
+    return _launch(
+        functools.partial(_solve_kernel, s=s, c=c, slab=params["solve_slab"], unroll=unroll),
         per_chunk,
         dict(key=key, write_key=write_key, value=value, segments=segments),
         dict(
@@ -342,7 +367,6 @@ def _solve(s: _Shape, c: _Config, key, write_key, value, segments, params):
         stages=1,
         name="vla_delta_solve",
     )
-    return out
 
 
 # --- sweep -------------------------------------------------------------------------------------
@@ -546,7 +570,7 @@ def _query_cotangent(r, c: _Config, query_stream, here, d_out):
 
 
 def _pull_kernel(r, *, s: _Shape, c: _Config, width: int, slab: int):
-    """``Tmᵀ A``, ``−Tmᵀ tril(Q Aᵀ)ᵀ dO`` and ``Qᵀ dO`` of one chunk, summed over the query group."""
+    """``Tmᵀ A``, ``−Tmᵀ tril(Q Aᵀ)ᵀ dO`` and ``Qᵀ dO`` of a chunk, summed over the group."""
     stream, n, block = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     batch, head, start = stream // s.heads, stream % s.heads, n * s.chunk
     here, columns = pl.ds(start, s.chunk), pl.ds(block * width, width)
@@ -598,7 +622,7 @@ def _pull(s: _Shape, c: _Config, params, **inputs):
     per_chunk = s.streams, s.chunks
     ratio = c.ratio
     return _launch(
-        functools.partial(_pull_kernel, s=s, c=c, width=width, slab=params["slab"]),
+        functools.partial(_pull_kernel, s=s, c=c, width=width, slab=params["pull_slab"]),
         (*per_chunk, s.value_dim // width),
         inputs,
         dict(
@@ -682,7 +706,7 @@ def _grads(s: _Shape, c: _Config, params, **inputs):
     width = min(s.dim, params["grads_width"])
     query, key, write_key = (inputs[n] for n in ("query", "key", "write_key"))
     return _launch(
-        functools.partial(_grads_kernel, s=s, c=c, width=width, slab=params["slab"]),
+        functools.partial(_grads_kernel, s=s, c=c, width=width, slab=params["grads_slab"]),
         (s.streams, s.chunks, s.dim // width),
         inputs,
         dict(
