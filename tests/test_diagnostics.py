@@ -55,15 +55,15 @@ def draw(length, dim=32, value_dim=32, heads=2, seed=0):
     return key, value, direction / np.linalg.norm(direction, axis=-1, keepdims=True) / dim**0.5
 
 
-@pytest.mark.parametrize(("random", "figure", "within"), [(False, 1.32, 0.03), (True, 1.008, 0.01)])
+@pytest.mark.parametrize(("random", "figure", "within"), [(False, 1.32, 0.03), (True, 1.01, 0.01)])
 def test_documented_mean_norm_of_a_step(random, figure, within, x64):
-    """Stability, 1: 1.32 for u from the key and 1.008 for random u, and never 1.618."""
+    """Stability, 1: 1.32 for u from the key, towards 1 (1.008) for random u, and never 1.618."""
     key, _, direction = draw(1000)
     unit_key = numerics.normalize(jnp.asarray(key))
     u = jnp.asarray(direction) if random else unit_key / 32**0.5
     gain = numerics.normalize(vla_jax.penalty_solve(unit_key, u, lambda0=0.1)[0])
     norm = diagnostics.closed_form_norm(diagnostics.alignment(unit_key, gain))
-    assert float(norm.mean()) == pytest.approx(figure, abs=within)
+    assert float(norm[:, 500:].mean()) == pytest.approx(figure, abs=within)
     assert float(norm.max()) < 1.6181
     assert float(norm.min()) >= 1
     few = slice(0, None, 100)
@@ -115,13 +115,13 @@ def test_documented_state_norm():
     late = norm[:, 1000:]
     assert 0.3 * scale < float(late.mean()) < 2 * scale
     assert float(late[:, -500:].mean()) < 1.2 * float(late[:, :500].mean())
-    # Two keys at a small angle θ with opposite values: 2/θ, whatever the values' length is not.
-    angle = 0.05
+    # Two keys at a small angle θ with opposite values of length 1 reach 2/θ.
+    angle = 0.2
     pair = jnp.array([[1, 0], [np.cos(angle), np.sin(angle)]])
     key = jnp.tile(pair, (200, 1))[None, :, None]
     value = jnp.tile(jnp.array([[1.0], [-1.0]]), (200, 1))[None, :, None]
     huge = diagnostics.state_norm(key, value, lambda0=1e8)  # then α̂ = k̂
-    assert float(huge[0, -1, 0]) == pytest.approx(2 / angle, rel=0.4)
+    assert float(huge[0, -1, 0]) == pytest.approx(2 / angle, rel=0.02)
 
 
 def test_state_norm_streams():

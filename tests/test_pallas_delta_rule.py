@@ -13,8 +13,6 @@ import tolerances
 from vla_jax import numerics
 from vla_jax.pallas import backend, delta_rule
 
-CHUNK16 = {"chunk": 16}
-
 
 @pytest.fixture(autouse=True)
 def interpret(monkeypatch):
@@ -125,10 +123,127 @@ def check(call, tolerance=tolerances.REORDERED32, compare=support.assert_close, 
         compare(actual[name], x, tolerance, name)
 
 
-@pytest.mark.parametrize(("ratio", "normalize"), [(False, False), (False, True), (True, True)])
-@pytest.mark.parametrize("segments", [None, [(0, [5, 6, 32, 50]), (1, [3, 16, 17, 64])]])
+RATIO = {"ratio": True, "normalize": True}
+SEGMENTS = [(0, [5, 6, 32, 50]), (1, [3, 16, 17, 64])]  # one token, a chunk's edge, several a chunk
+SMALL = (("chunk", 16),)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "normalize", "segments"),
+    [(False, False, SEGMENTS), (False, True, None), (True, True, SEGMENTS)],
+)
 def test_values_and_gradients(ratio, normalize, segments):
     call = draw(0, 2, 77, 2, 2, 16, 32, segments=segments)
     if not normalize:
         call["key"] = numerics.normalize(call["key"])
     check(call, ratio=ratio, normalize=normalize)
+
+
+@pytest.mark.parametrize("segments", [None, [(0, [5, 33, 130]), (1, [3, 64])]])
+def test_super_chunks(segments):
+    """Few heads: the sweep is cut in super-chunks, found by an associative scan."""
+    params = (*SMALL, ("min_span", 1))
+    table = backend.parameters("delta_rule", 16, dict(params))
+    assert delta_rule.super_chunks(4, 1, 10, table) == 8
+    check(draw(1, 2, 150, 2, 1, 16, 8, segments=segments), params=params, **RATIO)
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "value_dim", "unroll"), [(1, 5, 3, False), (33, 24, 40, True)]
+)
+def test_odd_sizes(length, dim, value_dim, unroll):
+    """Padding; several blocks of columns; the substitution as it is on a GPU."""
+    widths = tuple((f"{n}_width", 16) for n in ("sweep", "read", "pull", "grads"))
+    slabs = tuple((f"{n}_slab", 16) for n in ("solve", "pull", "grads"))
+    params = (("chunk", 32), ("unroll", unroll), *widths, *slabs)
+    check(draw(2, 1, length, 1, 2, dim, value_dim), params=params, **RATIO)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "tolerance"),
+    [
+        (jnp.bfloat16, None, tolerances.BFLOAT16_RMS),
+        (jnp.bfloat16, "highest", tolerances.BFLOAT16_RMS / 4),  # the rounding of what is returned
+        (jnp.float16, None, tolerances.BFLOAT16_RMS / 4),
+    ],
+)
+def test_sixteen_bits(dtype, precision, tolerance):
+    call = draw(3, 1, 40, 2, 1, 16, 16, dtype=dtype, segments=[(0, [21])])
+    compare = support.assert_rms_close
+    check(call, tolerance, compare, precision=precision, params=SMALL, **RATIO)
+
+
+def test_ratio_below_its_floor():
+    """A weight ``z·q`` under ``eps`` is constant: no cotangent reaches the key sum through it."""
+    call = draw(4, 1, 40, 1, 2, 16, 16)
+    call["query"] = call["query"].at[:, ::3].multiply(1e-3)
+    check(call, eps=10.0, params=SMALL, **RATIO)
+
+
+def test_absent_tokens():
+    call = draw(5, 1, 32, 1, 1, 16, 16)
+    for name in ("query", "key", "write_key", "value"):
+        call[name] = call[name].at[:, 8:24].set(0)
+    values = run(call, params=SMALL, **RATIO)
+    for name, x in values.items():
+        assert np.isfinite(x).all(), name
+    assert not np.asarray(values["out"])[:, 8:24].any()
+    assert not np.asarray(values["d value"])[:, 8:24].any()
+    for name, x in run(call | {"key": call["key"] * 1e-42}, params=SMALL, **RATIO).items():
+        assert np.isfinite(x).all(), name
+
+
+def test_key_scale_changes_nothing():
+    """Keys are scaled by their largest entry before they are squared."""
+    call = draw(6, 1, 32, 1, 1, 16, 16)
+    options = {"ratio": False, "normalize": True, "params": SMALL}
+    plain = run(call, **options)
+    for scale in (2.0**-100, 2.0**100):
+        scaled = run(call | {"key": call["key"] * scale}, **options)
+        for name, x in plain.items():
+            support.assert_close(scaled[name], x, tolerances.REORDERED32, name)
+
+
+def test_x64_changes_nothing():
+    call = draw(7, 1, 20, 1, 1, 16, 16)
+    plain = run(call, params=SMALL, **RATIO)
+    with jax.enable_x64(True):
+        wide = run(call, params=SMALL, **RATIO)
+    for name, x in plain.items():
+        assert wide[name].dtype == x.dtype, name
+        support.assert_close(wide[name], x, tolerances.REORDERED32, name)
+
+
+def test_refusals():
+    def shapes(length, dim, dtype):
+        token = jax.ShapeDtypeStruct((1, length, 1, dim), dtype)
+        return [token] * 4 + [jax.ShapeDtypeStruct((1, 1, dim, dim), jnp.float32)]
+
+    def forward(*args, **options):
+        return jax.eval_shape(lambda *x: delta_rule.forward(*x, None, **options)[0], *args)
+
+    with pytest.raises(NotImplementedError, match="300 is above 256"):
+        forward(*shapes(16, 300, jnp.float32))
+    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64"):
+        forward(*shapes(16, 16, jnp.float64))
+    with pytest.raises(NotImplementedError, match=r"2\*\*31 elements"):
+        forward(*shapes(2**25, 64, jnp.bfloat16))
+    with pytest.raises(ValueError, match="normalize_key=True"):
+        forward(*shapes(16, 16, jnp.float32), readout="ratio")
+
+
+def test_lowers_to_triton(monkeypatch):
+    """Every kernel is a Triton call in the program lowered for a GPU, which need not be there."""
+    if not hasattr(jax.sharding, "AbstractDevice"):
+        pytest.skip("this JAX cannot lower Triton without a GPU")
+    monkeypatch.delenv(backend.INTERPRET)
+    monkeypatch.setattr(backend, "_reason_unavailable", lambda: None)
+    call = draw(8, 1, 80, 1, 1, 16, 16, dtype=jnp.bfloat16)
+    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    traced = jax.jit(functools.partial(run.__wrapped__, **RATIO)).trace(call)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for name in ("solve", "sweep", "read", "pull", "sweep_reverse", "grads"):
+        assert f"vla_delta_{name}" in text
+    assert "triton" in text

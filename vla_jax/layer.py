@@ -14,6 +14,7 @@ the computation are defined here, once.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import checks, numerics, ops, primitives, validation
+from vla_jax import checks, numerics, ops, primitives, sharding, validation
 from vla_jax.types import (
     READOUTS,
     WRITE_GAINS,
@@ -330,16 +331,40 @@ def _dense(config: LayerConfig, group: Mapping[str, Array], x: Array, num_inputs
 
 
 def _convolve(
-    tokens: Array, kernel: Array, cache: Array, mask: Array | None, segment_ids: Array | None
+    tokens: Array,
+    kernel: Array,
+    cache: Array,
+    mask: Array | None,
+    segment_ids: Array | None,
+    axis_name: str | None = None,
 ) -> tuple[Array, Array]:
     """Causal depthwise convolution: ``tokens [B, T, channels]``, ``kernel [width, channels]``.
 
     A masked token is absent: valid tokens are moved together (a stable sort of the mask), convolved
     and moved back. Tokens of other segments are not seen; ``cache`` belongs to the first segment.
     Returns the result, wide, and the last ``width - 1`` valid tokens of the last segment.
+
+    With ``axis_name`` the tokens are a device's part of the sequence; ``cache`` is the whole's, and
+    so is what is returned of it.
     """
     batch, length, _ = tokens.shape
     width = kernel.shape[0]
+    if axis_name is not None:
+        tokens, cache = numerics.varying_alike((tokens, cache))
+        _, tail = _convolve(tokens, kernel, jnp.zeros_like(cache), mask, segment_ids)
+        present = jnp.ones((batch, length), bool) if mask is None else mask
+        if segment_ids is not None:
+            present = present & (segment_ids == segment_ids[:, -1:])
+        cache = sharding.reaching_tokens(
+            tail,
+            jnp.minimum(jnp.sum(present, axis=1), width - 1),
+            cache,
+            segment_ids,
+            axis_name,
+            complete=mask is None and length >= width - 1,
+        )
+        out, cache = _convolve(tokens, kernel, cache, mask, segment_ids)
+        return out, sharding.from_last(cache, axis_name)
     count, ids = jnp.full((batch, 1), length), segment_ids
     if mask is not None:
         count = jnp.sum(mask, axis=1, keepdims=True)
@@ -376,6 +401,7 @@ def _attention_inputs(
     cache: Array | None,
     mask: Array | None,
     segment_ids: Array | None,
+    axis_name: str | None = None,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """``(query, key, value, direction, convolution cache)`` from ``x [B, T, in_features]``."""
     projected = [_dense(config, params[name], x, 1) for name in _QKV]
@@ -385,7 +411,7 @@ def _attention_inputs(
             [params[name]["kernel"].reshape(config.short_conv, -1) for name in _CONVS], axis=-1
         )
         tokens = jnp.concatenate([p.reshape(*x.shape[:2], -1) for p in projected], axis=-1)
-        out, cache = _convolve(tokens, kernel, cache, mask, segment_ids)
+        out, cache = _convolve(tokens, kernel, cache, mask, segment_ids, axis_name)
         ends = np.cumsum([math.prod(s[2:]) for s in shapes])[:-1]
         projected = [
             part.reshape(shape).astype(x.dtype)
@@ -497,6 +523,7 @@ def apply(
     segment_ids: Array | None = None,
     initial_state: LayerState | None = None,
     return_state: bool = False,
+    axis_name: str | None = None,
 ) -> Any:
     """The layer over whole sequences.
 
@@ -510,6 +537,9 @@ def apply(
         the convolution start afresh.
       initial_state: the state to continue from; it belongs to the first segment.
       return_state: whether to return the state after the last token as well.
+      axis_name: inside ``jax.shard_map``, the mesh axis over which T is sharded: ``x``, ``mask``
+        and ``segment_ids`` are then this device's, parameters and states the same on all devices
+        of the axis (``vla_jax.sharding``).
 
     Returns:
       ``out [B, T, out_features]`` in ``config.dtype`` (None: the common dtype of ``x`` and the
@@ -529,13 +559,18 @@ def apply(
     x = x.astype(_compute_dtype(config, params, x))
     if mask is not None:  # before anything is multiplied: padding may hold NaN
         x = jnp.where(mask[..., None], x, 0)
+    if axis_name is not None and config.check_invariants:
+        raise ValueError("check_invariants=True needs axis_name=None: checks run on whole sequences")
     query, key, value, direction, conv = _attention_inputs(
-        config, params, x, state.conv, mask, segment_ids
+        config, params, x, state.conv, mask, segment_ids, axis_name
     )
     lambda0 = _lambda0(config, params, x.dtype)
     if config.check_invariants:
         _check_invariants(config, key, direction, lambda0, state.vla.penalty, mask, segment_ids)
-    out, vla = ops.vla_attention(
+    attention: Callable[..., Any] = ops.vla_attention
+    if axis_name is not None:
+        attention = functools.partial(sharding.context_parallel_attention, axis_name=axis_name)
+    out, vla = attention(
         query,
         key,
         value,

@@ -102,6 +102,7 @@ class VariationalLinearAttention(linen.Module):
         segment_ids: Array | None = None,
         initial_state: LayerState | None = None,
         return_state: bool = False,
+        axis_name: str | None = None,
     ) -> Any:
         """Applies the layer to ``x [B, T, in_features]``; see ``vla_jax.layer.apply``."""
         return layer.apply(
@@ -112,6 +113,7 @@ class VariationalLinearAttention(linen.Module):
             segment_ids=segment_ids,
             initial_state=initial_state,
             return_state=return_state,
+            axis_name=axis_name,
         )
 
     @linen.nowrap

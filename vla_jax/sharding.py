@@ -20,6 +20,8 @@ import jax.numpy as jnp
 
 from vla_jax import chunkwise, numerics, ops, primitives, reference, validation
 from vla_jax.types import (
+    READOUTS,
+    WRITE_GAINS,
     Array,
     ArrayLike,
     Implementation,
@@ -181,7 +183,9 @@ def context_parallel_attention(
     value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
-    ops.check_options(write_gain, readout, eps)
+    validation.choice("write_gain", write_gain, WRITE_GAINS)
+    validation.choice("readout", readout, READOUTS)
+    validation.positive("eps", eps)
     if implementation == "triton":
         raise NotImplementedError(
             "implementation='triton' has no parts to run over several devices; use None, "
@@ -225,20 +229,21 @@ def _attention(
         (query, key, value, direction, lambda0, state, segment_ids, mask)
     )
     policy = config.policy
+    if direction is None:
+        unit_key = numerics.normalize(key.astype(policy.accumulator))
+        direction = unit_key / jnp.sqrt(jnp.asarray(key.shape[-1], unit_key.dtype))
     if mask is not None:
-        present = mask[..., None, None]
-        query, key, value = (jnp.where(present, x, 0) for x in (query, key, value))
-    unit_key, u = ops.unit_keys(key, direction, policy)
-    if mask is not None:
-        u = jnp.where(present, u, 0)
+        query, key, value, direction = (
+            jnp.where(mask[..., None, None], x, 0) for x in (query, key, value, direction)
+        )
 
     joins = keep = None
     if segment_ids is not None:
         joins, keep = continues(segment_ids, axis_name)
 
     # The penalty and, beside it, the key sum: [B, H, D, D + 1].
-    last_u, last_key = (_last_segment(x, segment_ids) for x in (u, key))
-    sums = policy.dot("bthd,bthe->bhde", last_u, u)
+    last_u, last_key = (_last_segment(x, segment_ids) for x in (direction, key))
+    sums = policy.dot("bthd,bthe->bhde", last_u, direction)
     sums = _beside(sums, jnp.sum(last_key, axis=1, dtype=policy.accumulator)[..., None])
     initial = _beside(numerics.symmetrize(state.penalty), state.key_sum[..., None])
 
@@ -253,8 +258,9 @@ def _attention(
     sums = _kept(joins, sums)
     before, key_sum = sums[..., :-1], sums[..., -1]
 
-    solution, penalty = primitives.solve(config, unit_key, u, lambda0, before, segment_ids)
-    write_key = numerics.apply_write_gain(solution, unit_key, write_gain)
+    unit_key, write_key, penalty = ops.write_keys(
+        key, direction, lambda0, before, segment_ids, config=config, write_gain=write_gain
+    )
 
     # The memory is affine in the one that reaches this device. From zero it is `gain`, from the
     # identity and without values `carry`; and so are the read-outs.
@@ -263,10 +269,10 @@ def _attention(
 
     shape = (*state.memory.shape[:-1], key.shape[-1])
     identity = jnp.broadcast_to(jnp.eye(shape[-1], dtype=policy.accumulator), shape)
-    # Made of inputs, so that they vary over the mesh as those do.
-    zero, identity = jnp.zeros_like(state.memory), _kept(joins, identity + 0 * state.penalty)
+    nothing = jnp.zeros_like(state.memory), jnp.zeros_like(key)
+    _, identity, zero, no_value = numerics.varying_alike((query, identity, *nothing))
     out, gain = run(value, zero)
-    reach, carry = run(jnp.zeros_like(key), identity)
+    reach, carry = run(no_value, _kept(joins, identity))
 
     def compose(first, then):
         (gain1, carry1), (gain2, carry2) = first, then
@@ -283,14 +289,149 @@ def _attention(
 
     key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, policy)
     if readout == "ratio":
-        out = reference.ratio(out, query, key_sums, eps)
+        grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
+        weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
+        out = out / jnp.maximum(weight, eps)[..., None]
     out = out.astype(query.dtype)
     if not return_state:
         return out, None
     memory = follow(memory, (gain, carry))[0]
-    state = from_last(VLAState(memory, penalty, key_sum), axis_name)
-    return out, ops.with_empty_cache(state)
+    memory, penalty, key_sum = from_last((memory, penalty, key_sum), axis_name)
+    fresh = ops.init_state(*memory.shape[:3], memory.shape[-1], dtype=memory.dtype)
+    return out, fresh.replace(memory=memory, penalty=penalty, key_sum=key_sum)
 
 
 def _beside(*arrays: Array) -> Array:
     return jnp.concatenate(arrays, axis=-1)
+
+
+def sharded_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    direction: Array | None = None,
+    *,
+    mesh: jax.sharding.Mesh,
+    context_axis: str,
+    data_axis: str | None = None,
+    model_axis: str | None = None,
+    lambda0: ArrayLike = 0.1,
+    initial_state: VLAState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    return_state: bool = False,
+    **options: Any,
+) -> Array | tuple[Array, VLAState]:
+    """``vla_attention`` of whole arrays, run by ``context_parallel_attention`` over a mesh.
+
+    Args:
+      query, key, value, direction: the whole arrays, as in ``vla_attention``, placed anyhow.
+      mesh: the devices.
+      context_axis, data_axis, model_axis: the mesh axes over which T, batch and heads are sharded;
+        they divide T, B, and both H and Hq. None leaves batch or heads whole.
+      lambda0, initial_state, segment_ids, mask, return_state, options: as in ``vla_attention``.
+
+    Returns:
+      As ``vla_attention``: ``out`` sharded like ``query``, the state over batch and heads alone.
+
+    Raises:
+      ValueError: if an axis is not of the mesh or does not divide what it shards, and otherwise as
+        ``context_parallel_attention``.
+    """
+    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
+    query = validation.array("query", query, (*key.shape[:2], None, key.shape[3]), "[B, T, Hq, D]")
+    batch, length, heads, _ = key.shape
+    check_divides(mesh, "context_axis", context_axis, T=length)
+    check_divides(mesh, "data_axis", data_axis, B=batch)
+    check_divides(mesh, "model_axis", model_axis, H=heads, Hq=query.shape[2])
+    validation.segment_ids(segment_ids, batch, length)  # while their values can be seen
+    tokens = jax.P(data_axis, context_axis)
+    by_head = jax.P(data_axis, context_axis, model_axis)
+    state = jax.P(data_axis, model_axis)
+    dtype = numerics.accumulator_dtype(query.dtype, key.dtype, jnp.asarray(value).dtype)
+
+    def local(query, key, value, direction, lambda0, initial_state, segment_ids, mask):
+        return context_parallel_attention(
+            query, key, value, direction, axis_name=context_axis, lambda0=lambda0,
+            initial_state=initial_state, segment_ids=segment_ids, mask=mask,
+            return_state=return_state, **options,
+        )  # fmt: skip
+
+    arguments = (
+        query, key, value, direction, validation.lambda0(lambda0, heads, dtype), initial_state,
+        segment_ids, mask,
+    )  # fmt: skip
+    specs = (by_head,) * 4 + (jax.P(model_axis), state, tokens, tokens)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=specs, out_specs=(by_head, state) if return_state else by_head
+    )(*arguments)
+
+
+def check_divides(
+    mesh: jax.sharding.Mesh, name: str, axis: str | None, **sizes: int
+) -> None:
+    """Raises ValueError unless ``mesh`` has ``axis``, with devices that divide every size."""
+    if axis is None and name != "context_axis":
+        return
+    if axis not in mesh.shape:
+        raise ValueError(f"{name} must be one of the mesh axes {mesh.axis_names}, got {axis!r}")
+    for letter, size in sizes.items():
+        if size % mesh.shape[axis]:
+            raise ValueError(
+                f"{letter} = {size} is not divisible by the {mesh.shape[axis]} devices of mesh "
+                f"axis {axis!r}: pad it and pass mask=, or use another mesh"
+            )
+
+
+# --- the short convolution of the layers -------------------------------------------------------
+
+
+def reaching_tokens(
+    tail: Array,
+    count: Array,
+    initial: Array,
+    segment_ids: Array | None,
+    axis_name: str,
+    *,
+    complete: bool,
+) -> Array:
+    """The last tokens that a causal convolution still sees where this device's tokens begin.
+
+    Args:
+      tail: ``[B, width - 1, channels]``, the last tokens present of this device's last segment,
+        oldest first, zeros before them.
+      count: ``[B]``, how many of this device's tokens those are, at most ``width - 1``.
+      initial: what reaches the first device, shaped like ``tail``.
+      segment_ids: this device's.
+      axis_name: the mesh axis.
+      complete: whether no device can have fewer tokens than the convolution sees: then one
+        exchange with the neighbour is enough.
+
+    Returns:
+      What reaches this device, zeros where its first segment begins here.
+    """
+    span = tail.shape[1]
+    joins = keep = None
+    if segment_ids is not None:
+        joins, keep = continues(segment_ids, axis_name)
+    initial, tail, count = numerics.varying_alike((initial, tail, count))
+
+    def append(earlier, then):
+        later, count, kept = then
+        at = jnp.arange(span) + count[:, None]
+        at = jnp.where(at < span, at, at - count[:, None] + span)
+        both = jnp.concatenate([_kept(kept, earlier), later], axis=1)
+        return jnp.take_along_axis(both, at[..., None], axis=1)
+
+    def combine(first, then):
+        _, count, kept = then
+        before = _kept(kept, first[1])
+        both = None if kept is None else first[2] & kept
+        return append(first[0], then), jnp.minimum(before + count, span), both
+
+    element = (tail, count, keep)
+    reached = exclusive_scan(
+        combine, lambda x, then: (append(x, then), *then[1:]), element, initial, axis_name,
+        complete=complete,
+    )  # fmt: skip
+    return _kept(joins, reached)
