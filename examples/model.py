@@ -1,4 +1,9 @@
-"""A small pre-norm decoder whose layers differ in the token mixer alone."""
+"""A small pre-norm decoder whose layers differ in the token mixer alone.
+
+A mixer maps ``[B, T, d_model]`` to the same and has the interface of
+``vla_jax.nnx.VariationalLinearAttention``: a call with ``mask``, ``segment_ids``, ``initial_state``
+and ``return_state``, and ``init_state`` and ``step`` for decoding.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,22 @@ from vla_jax.nnx import VariationalLinearAttention
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model and the options of its mixer.
+    """Sizes of the model and the options of its mixers.
 
     Attributes:
-      mixer: a name in ``MIXERS``.
-      vocab_size, max_length: rows of the token and of the position embedding.
+      mixer: a name in ``MIXERS``, of every layer that ``layers`` does not name.
+      vocab_size: rows of the token embedding.
+      max_length: rows of the position embedding: sequences are no longer. None for no positions,
+        which leaves order to the mixers and length without a bound.
       d_model, num_heads, num_layers, ffn_dim: the usual.
       implementation, direction, lambda0: options of ``"vla"``, as in the layer.
+      layers: one name in ``MIXERS`` for each layer, such as ``("vla", "vla", "softmax")``; None for
+        ``mixer`` in all of them.
+      num_kv_heads, short_conv, readout: further options of ``"vla"``; None for the layer's default.
+      window: tokens that ``"softmax"`` can keep of a sequence when it decodes; None for
+        ``max_length``. Past it, see ``SoftmaxAttention``.
+      dtype: of the computation, such as ``"bfloat16"``; None for float32. Parameters, logits and
+        the state of ``"vla"`` are float32 whatever it is.
 
     Raises:
       ValueError: naming what does not fit.
@@ -29,7 +43,7 @@ class ModelConfig:
 
     mixer: str = "vla"
     vocab_size: int = 128
-    max_length: int = 25
+    max_length: int | None = 25
     d_model: int = 128
     num_heads: int = 4
     num_layers: int = 2
@@ -37,28 +51,146 @@ class ModelConfig:
     implementation: str | None = None
     direction: str = "learned"
     lambda0: float = 0.1
+    layers: tuple[str, ...] | None = None
+    num_kv_heads: int | None = None
+    short_conv: int | None = None
+    readout: str | None = None
+    window: int | None = None
+    dtype: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mixer not in MIXERS:
-            raise ValueError(f"mixer must be one of {', '.join(MIXERS)}, got {self.mixer!r}")
+        if self.layers is not None:
+            object.__setattr__(self, "layers", tuple(self.layers))
+            if len(self.layers) != self.num_layers:
+                raise ValueError(
+                    f"layers must name num_layers = {self.num_layers} mixers, got {self.layers}"
+                )
+        for name, mixer in [("mixer", self.mixer), *(("layers", x) for x in self.layers or ())]:
+            if mixer not in MIXERS:
+                raise ValueError(f"{name} must be one of {', '.join(MIXERS)}, got {mixer!r}")
         if self.d_model % self.num_heads:
             raise ValueError(
                 f"d_model must be a multiple of num_heads = {self.num_heads}, got {self.d_model}"
             )
+        for name in ("max_length", "window"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """The mixer of each layer."""
+        return self.layers or (self.mixer,) * self.num_layers
+
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of a sequence that the model can read, None without a bound."""
+        bounds = [self.max_length]
+        if "softmax" in self.mixers:
+            bounds.append(self.window)
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What softmax attention keeps of a sequence, in room for ``W`` tokens.
+
+    Attributes:
+      key, value: ``[B, W, H, D]``, the tokens in order, then zeros.
+      first: ``[B]`` int32, the first token of the segment that goes on.
+      count: ``[B]`` int32, tokens written.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    first: jax.Array
+    count: jax.Array
 
 
 class SoftmaxAttention(nnx.Module):
-    """Causal softmax attention."""
+    """Causal softmax attention.
+
+    Decoding keeps the keys and values of at most ``config.window`` tokens. More raise ValueError
+    where their number is known (outside ``jit``); under ``jit``, where nothing can be raised, every
+    output past the window is NaN.
+    """
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        heads = (config.num_heads, config.d_model // config.num_heads)
-        self.qkv = nnx.LinearGeneral(config.d_model, (3, *heads), rngs=rngs)
-        self.out = nnx.LinearGeneral(heads, config.d_model, axis=(-2, -1), rngs=rngs)
+        self.shape = (config.num_heads, config.d_model // config.num_heads)
+        self.window = config.window or config.max_length
+        self.dtype = jnp.dtype(config.dtype or jnp.float32)
+        options: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
+        self.qkv = nnx.LinearGeneral(config.d_model, (3, *self.shape), **options)
+        self.out = nnx.LinearGeneral(self.shape, config.d_model, axis=(-2, -1), **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[B, T, d_model]`` to the same."""
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        initial_state: Cache | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """``[B, T, d_model]`` to the same, or to that and the state."""
         query, key, value = jnp.moveaxis(self.qkv(x), -3, 0)
-        return self.out(jax.nn.dot_product_attention(query, key, value, is_causal=True))
+        if mask is None and initial_state is None and not return_state:
+            seen = None
+            if segment_ids is not None:
+                seen = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
+            return self.out(
+                jax.nn.dot_product_attention(query, key, value, mask=seen, is_causal=True)
+            )
+
+        batch, length, _ = x.shape
+        present = jnp.ones((batch, length), bool) if mask is None else jnp.asarray(mask)
+        ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
+        state = self.init_state(batch) if initial_state is None else initial_state
+        # A token goes to the slot of its number in the sequence; an absent one nowhere.
+        number = state.count[:, None] + jnp.cumsum(present, axis=1) - 1
+        slot = jnp.where(present, number, self.window)
+        row = jnp.arange(batch)[:, None]
+        put = lambda cache, new: cache.at[row, slot].set(new, mode="drop")  # noqa: E731
+        key, value = put(state.key, key), put(state.value, value)
+        slots = jnp.arange(self.window)
+        earlier = jnp.broadcast_to(ids[:, :1], (batch, self.window))
+        segment = put(earlier, ids)
+        seen = (slots <= number[..., None]) & (slots >= state.first[:, None, None])
+        seen &= segment[:, None, :] == ids[..., None]
+        out = self.out(jax.nn.dot_product_attention(query, key, value, mask=seen[:, None]))
+        count = number[:, -1] + 1
+        self._check(count)
+        out = jnp.where(number[..., None] < self.window, out, jnp.nan)
+        out = jnp.where(present[..., None], out, 0)
+        if not return_state:
+            return out
+        goes_on = (segment == ids[:, -1:]) & (slots >= state.first[:, None])
+        goes_on &= slots < count[:, None]
+        first = jnp.where(jnp.any(goes_on, axis=1), jnp.argmax(goes_on, axis=1), count)
+        return out, Cache(key, value, first.astype(jnp.int32), count.astype(jnp.int32))
+
+    def _check(self, count: jax.Array) -> None:
+        if not isinstance(count, jax.core.Tracer) and int(jnp.max(count)) > self.window:
+            raise ValueError(
+                f"softmax attention keeps window = {self.window} tokens of a sequence, "
+                f"got {int(jnp.max(count))}: raise window in ModelConfig, or use other mixers"
+            )
+
+    def init_state(self, batch_size: int) -> Cache:
+        """The state of ``batch_size`` fresh sequences."""
+        if self.window is None:
+            raise ValueError(
+                "softmax attention needs window in ModelConfig: how many tokens of a sequence it "
+                "can keep, since max_length is None"
+            )
+        cache = jnp.zeros((batch_size, self.window, *self.shape), self.dtype)
+        number = jnp.zeros(batch_size, jnp.int32)
+        return Cache(cache, cache, number, number)
+
+    def step(self, x_t: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
+        """One token, ``[B, d_model]``: ``(out, state)``."""
+        out, state = self(x_t[:, None], initial_state=state, return_state=True)
+        return out[:, 0], state
 
 
 def _vla(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
@@ -66,7 +198,12 @@ def _vla(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
         "implementation": config.implementation,
         "direction": config.direction,
         "lambda0": config.lambda0,
+        "num_kv_heads": config.num_kv_heads,
+        "short_conv": config.short_conv,
+        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
     }
+    if config.readout is not None:
+        options["readout"] = config.readout
     return VariationalLinearAttention(config.num_heads, config.d_model, **options, rngs=rngs)
 
 
@@ -80,34 +217,126 @@ MIXERS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {
 class Block(nnx.Module):
     """Mixer and feed-forward network, each behind a layer norm and around a residual."""
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.mixer_norm = nnx.LayerNorm(config.d_model, rngs=rngs)
-        self.mixer = MIXERS[config.mixer](config, rngs)
-        self.ffn_norm = nnx.LayerNorm(config.d_model, rngs=rngs)
-        self.ffn_in = nnx.Linear(config.d_model, config.ffn_dim, rngs=rngs)
-        self.ffn_out = nnx.Linear(config.ffn_dim, config.d_model, rngs=rngs)
+    def __init__(self, config: ModelConfig, mixer: str, rngs: nnx.Rngs):
+        options: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
+        self.mixer_norm = nnx.LayerNorm(config.d_model, **options)
+        self.mixer = MIXERS[mixer](config, rngs)
+        self.ffn_norm = nnx.LayerNorm(config.d_model, **options)
+        self.ffn_in = nnx.Linear(config.d_model, config.ffn_dim, **options)
+        self.ffn_out = nnx.Linear(config.ffn_dim, config.d_model, **options)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """``[B, T, d_model]`` to the same."""
-        x = x + self.mixer(self.mixer_norm(x))
+    def __call__(self, x: jax.Array, **options: Any) -> tuple[jax.Array, Any]:
+        """``[B, T, d_model]`` to the same, and the mixer's state where ``return_state`` asks."""
+        mixed, state = self.mixer(self.mixer_norm(x), **options), None
+        if options.get("return_state"):
+            mixed, state = mixed
+        return self._rest(x + mixed), state
+
+    def step(self, x_t: jax.Array, state: Any) -> tuple[jax.Array, Any]:
+        """One token, ``[B, d_model]``: ``(out, state)``."""
+        mixed, state = self.mixer.step(self.mixer_norm(x_t), state)
+        return self._rest(x_t + mixed), state
+
+    def _rest(self, x: jax.Array) -> jax.Array:
         return x + self.ffn_out(jax.nn.gelu(self.ffn_in(self.ffn_norm(x))))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ModelState:
+    """What the model keeps of sequences: a pytree whose arrays all have the batch axis first.
+
+    Attributes:
+      layers: the state of each mixer; of constant size for ``"vla"``.
+      position: ``[B]`` int32, tokens read.
+    """
+
+    layers: tuple[Any, ...]
+    position: jax.Array
 
 
 class Model(nnx.Module):
     """A language model whose output embedding is its input embedding."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        init = nnx.initializers.normal(0.02)
-        self.tokens = nnx.Embed(config.vocab_size, config.d_model, embedding_init=init, rngs=rngs)
-        self.positions = nnx.Embed(
-            config.max_length, config.d_model, embedding_init=init, rngs=rngs
-        )
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.LayerNorm(config.d_model, rngs=rngs)
+        options: dict[str, Any] = {
+            "embedding_init": nnx.initializers.normal(0.02),
+            "dtype": config.dtype,
+            "rngs": rngs,
+        }
+        self.tokens = nnx.Embed(config.vocab_size, config.d_model, **options)
+        self.positions = None
+        if config.max_length is not None:
+            self.positions = nnx.Embed(config.max_length, config.d_model, **options)
+        self.blocks = nnx.List([Block(config, mixer, rngs) for mixer in config.mixers])
+        self.norm = nnx.LayerNorm(config.d_model, dtype=config.dtype, rngs=rngs)
 
-    def __call__(self, ids: jax.Array) -> jax.Array:
-        """Token ids ``[B, T]`` to logits ``[B, T, vocab_size]``."""
-        x = self.tokens(ids) + self.positions(jnp.arange(ids.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.tokens.attend(self.norm(x))
+    def __call__(
+        self,
+        ids: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
+        initial_state: ModelState | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """Token ids ``[B, T]`` to logits ``[B, T, vocab_size]``.
+
+        Args:
+          ids: the tokens.
+          mask: ``[B, T]`` booleans, False for padding, anywhere: such a token is absent, and what
+            is returned for it means nothing.
+          segment_ids: ``[B, T]`` integers that do not decrease: documents packed in a row. They
+            need a model without positions.
+          initial_state: the state to go on from; it belongs to the first segment.
+          return_state: whether to return ``(logits, state)``.
+
+        Raises:
+          ValueError: for segments in a model with positions, and past a window (see
+            ``SoftmaxAttention``).
+        """
+        batch, length = ids.shape
+        start = None if initial_state is None else initial_state.position
+        x = self.tokens(ids)
+        if self.positions is not None:
+            if segment_ids is not None:
+                raise ValueError("segment_ids need max_length=None in ModelConfig: no positions")
+            x = x + self.positions(self._numbers(length, mask, start))
+        states = []
+        for i, block in enumerate(self.blocks):
+            options: dict[str, Any] = {"segment_ids": segment_ids, "return_state": return_state}
+            if initial_state is not None:
+                options["initial_state"] = initial_state.layers[i]
+            x, state = block(x, mask=mask, **options)
+            states.append(state)
+        logits = self._logits(x)
+        if not return_state:
+            return logits
+        read = jnp.full(batch, length) if mask is None else jnp.sum(mask, axis=1)
+        read = read.astype(jnp.int32) + (0 if start is None else start)
+        return logits, ModelState(tuple(states), read)
+
+    def _numbers(self, length: int, mask: jax.Array | None, start: jax.Array | None) -> jax.Array:
+        numbers = jnp.arange(length)
+        if mask is not None:
+            numbers = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+        return numbers if start is None else start[:, None] + numbers
+
+    def _logits(self, x: jax.Array) -> jax.Array:
+        return self.tokens.attend(self.norm(x)).astype(jnp.float32)
+
+    def init_state(self, batch_size: int) -> ModelState:
+        """The state of ``batch_size`` fresh sequences."""
+        layers = tuple(block.mixer.init_state(batch_size) for block in self.blocks)
+        return ModelState(layers, jnp.zeros(batch_size, jnp.int32))
+
+    def step(self, token: jax.Array, state: ModelState) -> tuple[jax.Array, ModelState]:
+        """One token id for each sequence, ``[B]``: ``(logits [B, vocab_size], state)``."""
+        x = self.tokens(token)
+        if self.positions is not None:
+            x = x + self.positions(state.position)
+        states = []
+        for block, before in zip(self.blocks, state.layers, strict=True):
+            x, after = block.step(x, before)
+            states.append(after)
+        return self._logits(x), ModelState(tuple(states), state.position + 1)

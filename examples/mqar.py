@@ -4,17 +4,24 @@
 
 writes ``DIR/result.json`` and ``DIR/curve.png``. If it is interrupted, the same command resumes; if
 it has finished, the same command reports what it found.
+
+    python examples/mqar.py --mesh=data:4 --out_dir=DIR
+
+trains on four devices, ``--mesh=data:2,context:2`` with the sequence over two of them each. Several
+processes are started each with the same command and --coordinator, --num_processes, --process_id.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 
+import jax
 from absl import app, flags, logging
 from model import MIXERS, ModelConfig
 from tasks import LAYOUTS, MQAR
-from training import Run, SettingsError, TrainConfig
+from training import Run, SettingsError, TrainConfig, make_mesh
 
 from vla_jax.layer import DIRECTIONS
 from vla_jax.primitives import IMPLEMENTATIONS
@@ -50,6 +57,10 @@ _TARGET_ACCURACY = flags.DEFINE_float(
 _SEED = flags.DEFINE_integer("seed", 0, "Of parameters and data.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "runs/mqar", "Where everything is written.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Train anew whatever --out_dir holds.")
+_MESH = flags.DEFINE_string("mesh", "", "Devices: data:4, or data:2,context:2; one by default.")
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "Of several processes: host:port of one.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 1, "Processes.", lower_bound=1)
+_PROCESS_ID = flags.DEFINE_integer("process_id", 0, "Which of them this is.", lower_bound=0)
 _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
 
 
@@ -78,7 +89,10 @@ def _run() -> Run:
         target_accuracy=_TARGET_ACCURACY.value,
         seed=_SEED.value,
     )
-    return Run(task, model, training, _OUT_DIR.value, overwrite=_OVERWRITE.value)
+    mesh = make_mesh(_MESH.value)
+    if jax.process_count() > 1 and (mesh is None or mesh.size != jax.device_count()):
+        raise ValueError(f"--mesh must take all {jax.device_count()} devices of the processes")
+    return Run(task, model, training, _OUT_DIR.value, overwrite=_OVERWRITE.value, mesh=mesh)
 
 
 def main(argv: list[str]) -> None:
@@ -87,6 +101,11 @@ def main(argv: list[str]) -> None:
         sys.exit(f"mqar: unexpected argument {argv[1]!r}")
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # orbax is talkative
+    if _NUM_PROCESSES.value > 1:
+        jax.distributed.initialize(
+            _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value,
+            heartbeat_timeout_seconds=10,
+        )  # fmt: skip
     try:
         run = _run()
     except SettingsError as error:
@@ -102,6 +121,16 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         print(f"\nInterrupted after step {run.step}; the same command goes on from the checkpoint.")
         sys.exit(130)
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        print(
+            f"mqar: process {jax.process_index()} lost another one after step {run.step}; started "
+            f"anew, all of them go on from the checkpoint ({str(error).splitlines()[0]})",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)  # leaving in order would wait for the lost one
     except NotImplementedError as error:
         sys.exit(f"mqar: {error}")
     finally:

@@ -115,34 +115,107 @@ def batch(task: Task, config: TrainConfig, stream: int, index: int) -> Batch:
     return task.sample(np.random.default_rng([config.seed, stream, index]), config.batch_size)
 
 
-def scores(graphdef: Any, params: Any, data: Batch) -> tuple[jax.Array, jax.Array]:
+def make_mesh(spec: str) -> jax.sharding.Mesh | None:
+    """The mesh that ``"data:2,context:2"`` describes, None for ``""``.
+
+    ``data`` shards the batch and ``context`` the sequence.
+
+    Raises:
+      ValueError: if ``spec`` reads otherwise or asks for more devices than there are.
+    """
+    if not spec:
+        return None
+    sizes: dict[str, int] = {}
+    for part in spec.split(","):
+        name, _, size = part.partition(":")
+        if name not in ("data", "context") or name in sizes or not size.isdecimal() or size == "0":
+            raise ValueError(f"mesh must read like data:4 or data:2,context:2, got {spec!r}")
+        sizes[name] = int(size)
+    count = math.prod(sizes.values())
+    if count > len(jax.devices()):
+        raise ValueError(
+            f"mesh {spec} needs {count} devices, found {len(jax.devices())}; on a CPU, "
+            f"JAX_NUM_CPU_DEVICES={count} in the environment simulates them"
+        )
+    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
+    devices = jax.devices()[:count]
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
+
+
+def tokens_spec(mesh: jax.sharding.Mesh | None) -> jax.P:
+    """How ``[B, T]`` arrays lie over a mesh."""
+    names = () if mesh is None else mesh.axis_names
+    return jax.P(*(name if name in names else None for name in ("data", "context")))
+
+
+def place(tree: Any, mesh: jax.sharding.Mesh | None, spec: jax.P) -> Any:
+    """Arrays that every process holds whole, laid over a mesh that may span processes."""
+    if mesh is None:
+        return tree
+    sharding = jax.sharding.NamedSharding(mesh, spec)
+
+    def put(x):
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(put, tree)
+
+
+def scores(
+    graphdef: Any, params: Any, data: Batch, mesh: jax.sharding.Mesh | None = None
+) -> tuple[jax.Array, jax.Array]:
     """Loss and accuracy of a batch."""
-    logits = nnx.merge(graphdef, params)(data.inputs)
-    weights = data.weights / jnp.sum(data.weights)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, data.targets)
-    hits = jnp.argmax(logits, axis=-1) == data.targets
-    return jnp.sum(losses * weights), jnp.sum(hits * weights)
+    axes = () if mesh is None else mesh.axis_names
+
+    def local(params, data):
+        axis_name = "context" if "context" in axes else None
+        logits = nnx.merge(graphdef, params)(data.inputs, axis_name=axis_name)
+        weights = data.weights / jax.lax.psum(jnp.sum(data.weights), axes)
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, data.targets)
+        hits = jnp.argmax(logits, axis=-1) == data.targets
+        return jax.lax.psum((jnp.sum(losses * weights), jnp.sum(hits * weights)), axes)
+
+    if mesh is None:
+        return local(params, data)
+    specs = (jax.P(), tokens_spec(mesh))
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())(params, data)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "config"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "config", "mesh"))
 def train_step(
-    params: Any, opt_state: Any, data: Batch, *, graphdef: Any, config: TrainConfig
+    params: Any,
+    opt_state: Any,
+    data: Batch,
+    *,
+    graphdef: Any,
+    config: TrainConfig,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> tuple[Any, Any, Scores]:
     """One optimiser step."""
-    loss_fn = jax.value_and_grad(functools.partial(scores, graphdef), has_aux=True)
+    loss_fn = functools.partial(scores, graphdef, mesh=mesh)
+    loss_fn = jax.value_and_grad(loss_fn, has_aux=True)
     (loss, accuracy), gradients = loss_fn(params, data)
     updates, opt_state = config.optimizer().update(gradients, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, Scores(loss, accuracy)
 
 
-eval_step = jax.jit(scores, static_argnames="graphdef")
+eval_step = jax.jit(scores, static_argnames=("graphdef", "mesh"))
 
 
 def evaluate(
-    graphdef: Any, params: Any, task: Task, config: TrainConfig, stream: int, batches: int
+    graphdef: Any,
+    params: Any,
+    task: Task,
+    config: TrainConfig,
+    stream: int,
+    batches: int,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Scores:
     """Loss and accuracy over the first ``batches`` batches of a stream."""
-    results = [eval_step(graphdef, params, batch(task, config, stream, i)) for i in range(batches)]
+    results = []
+    for i in range(batches):
+        data = place(batch(task, config, stream, i), mesh, tokens_spec(mesh))
+        results.append(eval_step(graphdef, params, data, mesh=mesh))
     return Scores(*(float(np.mean(x)) for x in zip(*results, strict=True)))
 
 
@@ -155,9 +228,12 @@ class Run:
       config: how to train.
       out_dir: holds ``checkpoints/``, ``settings.json``, ``result.json`` and ``curve.png``.
       overwrite: whether to throw away what the directory holds of an earlier run.
+      mesh: from ``make_mesh``, to train on many devices; no setting of the run: it may be resumed
+        on another one.
 
     Raises:
       SettingsError: if the directory holds a run with other settings.
+      ValueError: if the batch or the sequence cannot be sharded over the mesh.
     """
 
     def __init__(
@@ -167,8 +243,17 @@ class Run:
         config: TrainConfig,
         out_dir: str | os.PathLike[str],
         overwrite: bool = False,
+        mesh: jax.sharding.Mesh | None = None,
     ):
-        self.task, self.model_config, self.config = task, model_config, config
+        self.task, self.model_config, self.config, self.mesh = task, model_config, config, mesh
+        for axis, name, size in (
+            ("data", "batch_size", config.batch_size),
+            ("context", "the length of a sequence", task.length),
+        ):
+            if mesh is not None and size % mesh.shape.get(axis, 1):
+                raise ValueError(f"{name} = {size} is not divisible by {axis}:{mesh.shape[axis]}")
+        if mesh is not None and "context" in mesh.shape and model_config.mixer != "vla":
+            raise ValueError(f"mixer {model_config.mixer!r} needs a mesh without a context axis")
         self.out_dir = pathlib.Path(out_dir).resolve()
         self.out_dir.mkdir(parents=True, exist_ok=True)
         self.result_path = self.out_dir / "result.json"
@@ -177,7 +262,8 @@ class Run:
         self._check_settings(checkpoints, overwrite)
 
         self.graphdef, params = nnx.split(Model(model_config, nnx.Rngs(config.seed)))
-        self.state = TrainState(0, params, config.optimizer().init(params))
+        trees = params, config.optimizer().init(params)
+        self.state = TrainState(0, *place(trees, mesh, jax.P()))
         self.history: list[dict[str, float]] = []
         self._earlier_seconds, self._start = 0.0, time.perf_counter()
         self._manager = ocp.CheckpointManager(
@@ -198,7 +284,7 @@ class Run:
         }
 
     def _check_settings(self, checkpoints: pathlib.Path, overwrite: bool) -> None:
-        if overwrite:
+        if overwrite and jax.process_index() == 0:
             shutil.rmtree(checkpoints, ignore_errors=True)
             for old in (self._settings_path, self.result_path):
                 old.unlink(missing_ok=True)
@@ -274,8 +360,9 @@ class Run:
             while self.step < config.steps and not self._reached_target():
                 step, params, opt_state = self.state
                 data = batch(self.task, config, TRAIN, step)
+                data = place(data, self.mesh, tokens_spec(self.mesh))
                 params, opt_state, train = train_step(
-                    params, opt_state, data, graphdef=self.graphdef, config=config
+                    params, opt_state, data, graphdef=self.graphdef, config=config, mesh=self.mesh
                 )
                 step += 1
                 point: dict[str, float] = {}
@@ -295,7 +382,9 @@ class Run:
                 yield
 
     def _evaluate(self, params: Any, stream: int, batches: int) -> Scores:
-        return evaluate(self.graphdef, params, self.task, self.config, stream, batches)
+        return evaluate(
+            self.graphdef, params, self.task, self.config, stream, batches, self.mesh
+        )
 
     def _reached_target(self) -> bool:
         evaluated = [point for point in self.history if "eval_accuracy" in point]
@@ -304,7 +393,7 @@ class Run:
     def _save(self) -> None:
         if self._manager.latest_step() == self.step:
             return
-        if not self._settings_path.exists():
+        if not self._settings_path.exists() and jax.process_index() == 0:
             _write_json(self._settings_path, self.settings())
         meta = {"history": self.history, "seconds": self.seconds}
         self._manager.save(
@@ -349,8 +438,9 @@ class Run:
             "settings": settings,
             "history": self.history,
         }
-        _plot(self.history, result, self.out_dir / "curve.png")
-        _write_json(self.result_path, result)
+        if jax.process_index() == 0:
+            _plot(self.history, result, self.out_dir / "curve.png")
+            _write_json(self.result_path, result)
         return result
 
 

@@ -206,12 +206,12 @@ def interrupt_in(monkeypatch):
     def arrange(step, times=1):
         original = training.batch
 
-        def batch(task, config, stream, index):
+        def batch(task, config, stream, index, *rest):
             if stream == training.TRAIN and index + 1 == step:
                 monkeypatch.setattr(training, "batch", original)
                 for _ in range(times):
                     signal.raise_signal(signal.SIGINT)
-            return original(task, config, stream, index)
+            return original(task, config, stream, index, *rest)
 
         monkeypatch.setattr(training, "batch", batch)
 

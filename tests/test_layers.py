@@ -436,7 +436,7 @@ def test_float64_input_to_a_float32_layer(x64):
         ("kernel_init", jax.nn.initializers.normal(1.0)),
         ("bias_init", jax.nn.initializers.ones),
     ],
-    ids=str,
+    ids=lambda value: None if callable(value) else str(value),
 )
 def test_every_option_has_an_effect(name, value):
     x = draw(6)

@@ -1,4 +1,7 @@
-"""The delta rule's kernels against the float64 oracle, in Pallas' interpreter."""
+"""The delta rule's kernels against the float64 oracle: interpreted, or on a GPU where there is one.
+
+``JAX_PLATFORMS=cuda`` runs them on the GPU, and then every entry of the table of parameters too.
+"""
 
 import functools
 
@@ -16,7 +19,8 @@ from vla_jax.pallas import backend, delta_rule
 
 @pytest.fixture(autouse=True)
 def interpret(monkeypatch):
-    monkeypatch.setenv(backend.INTERPRET, "1")
+    if backend._gpu() is None:
+        monkeypatch.setenv(backend.INTERPRET, "1")
 
 
 def draw(seed, batch, length, heads, groups, dim, value_dim, *, dtype=np.float32, segments=None):
@@ -129,33 +133,33 @@ SMALL = (("chunk", 16),)
 
 
 @pytest.mark.parametrize(
-    ("ratio", "normalize", "segments"),
-    [(False, False, SEGMENTS), (False, True, None), (True, True, SEGMENTS)],
+    ("ratio", "normalize", "segments", "chunk"),
+    [(False, False, SEGMENTS, 32), (False, True, None, 64), (True, True, SEGMENTS, 16)],
 )
-def test_values_and_gradients(ratio, normalize, segments):
+def test_values_and_gradients(ratio, normalize, segments, chunk):
     call = draw(0, 2, 77, 2, 2, 16, 32, segments=segments)
     if not normalize:
         call["key"] = numerics.normalize(call["key"])
-    check(call, ratio=ratio, normalize=normalize)
+    check(call, ratio=ratio, normalize=normalize, params=(("chunk", chunk),))
 
 
-@pytest.mark.parametrize("segments", [None, [(0, [5, 33, 130]), (1, [3, 64])]])
-def test_super_chunks(segments):
+def test_super_chunks():
     """Few heads: the sweep is cut in super-chunks, found by an associative scan."""
     params = (*SMALL, ("min_span", 1))
     table = backend.parameters("delta_rule", 16, dict(params))
     assert delta_rule.super_chunks(4, 1, 10, table) == 8
+    segments = [(0, [5, 33, 130])]  # the second sequence is one segment
     check(draw(1, 2, 150, 2, 1, 16, 8, segments=segments), params=params, **RATIO)
 
 
 @pytest.mark.parametrize(
-    ("length", "dim", "value_dim", "unroll"), [(1, 5, 3, False), (33, 24, 40, True)]
+    ("length", "dim", "value_dim", "more"), [(1, 5, 3, ()), (33, 24, 20, (("unroll", True),))]
 )
-def test_odd_sizes(length, dim, value_dim, unroll):
+def test_odd_sizes(length, dim, value_dim, more):
     """Padding; several blocks of columns; the substitution as it is on a GPU."""
     widths = tuple((f"{n}_width", 16) for n in ("sweep", "read", "pull", "grads"))
     slabs = tuple((f"{n}_slab", 16) for n in ("solve", "pull", "grads"))
-    params = (("chunk", 32), ("unroll", unroll), *widths, *slabs)
+    params = (("chunk", 32), *more, *widths, *slabs)
     check(draw(2, 1, length, 1, 2, dim, value_dim), params=params, **RATIO)
 
 
@@ -171,6 +175,20 @@ def test_sixteen_bits(dtype, precision, tolerance):
     call = draw(3, 1, 40, 2, 1, 16, 16, dtype=dtype, segments=[(0, [21])])
     compare = support.assert_rms_close
     check(call, tolerance, compare, precision=precision, params=SMALL, **RATIO)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+def test_table(dim, dtype):
+    """Right shapes and wrong numbers are what a compiler's fault looks like."""
+    if backend.interpret():
+        pytest.skip("needs a GPU")
+    call = draw(9, 2, 300, 2, 2, dim, dim, dtype=dtype, segments=[(0, [5, 6, 64, 150]), (1, [17])])
+    tolerance = tolerances.REORDERED32 if dtype == jnp.float32 else tolerances.BFLOAT16_RMS
+    check(call, tolerance, support.assert_rms_close, **RATIO)
+    again, first = (run(call, **RATIO) for _ in range(2))
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, again[name], name)
 
 
 def test_ratio_below_its_floor():
@@ -206,12 +224,11 @@ def test_key_scale_changes_nothing():
 
 def test_x64_changes_nothing():
     call = draw(7, 1, 20, 1, 1, 16, 16)
-    plain = run(call, params=SMALL, **RATIO)
     with jax.enable_x64(True):
-        wide = run(call, params=SMALL, **RATIO)
-    for name, x in plain.items():
-        assert wide[name].dtype == x.dtype, name
-        support.assert_close(wide[name], x, tolerances.REORDERED32, name)
+        check(call, params=SMALL, **RATIO)
+        assert {x.dtype for x in run(call, params=SMALL, **RATIO).values()} == {
+            jnp.dtype("float32")
+        }
 
 
 def test_refusals():
@@ -232,17 +249,18 @@ def test_refusals():
         forward(*shapes(16, 16, jnp.float32), readout="ratio")
 
 
-def test_lowers_to_triton(monkeypatch):
+@pytest.mark.parametrize("wide", [False, True])
+def test_lowers_to_triton(monkeypatch, wide):
     """Every kernel is a Triton call in the program lowered for a GPU, which need not be there."""
     if not hasattr(jax.sharding, "AbstractDevice"):
         pytest.skip("this JAX cannot lower Triton without a GPU")
-    monkeypatch.delenv(backend.INTERPRET)
+    monkeypatch.delenv(backend.INTERPRET, raising=False)
     monkeypatch.setattr(backend, "_reason_unavailable", lambda: None)
     call = draw(8, 1, 80, 1, 1, 16, 16, dtype=jnp.bfloat16)
     device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
     mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    traced = jax.jit(functools.partial(run.__wrapped__, **RATIO)).trace(call)
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.enable_x64(wide), jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(functools.partial(run.__wrapped__, **RATIO)).trace(call)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     for name in ("solve", "sweep", "read", "pull", "sweep_reverse", "grads"):
         assert f"vla_delta_{name}" in text

@@ -17,13 +17,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tolerances
-from cases import Case, draw
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from support import INPUTS, STATE, assert_close, split_call, value_and_pullback
+from support import attention as whole_attention
 
 import vla_jax
+from benchmarks.cases import Case, draw
 from vla_jax import layer, linen, sharding
 from vla_jax.nnx import VariationalLinearAttention
 
@@ -68,7 +69,7 @@ def options_of(name, implementation="xla"):
     )
 
 
-def attention(inputs, rest, mesh, batch=None, **options):
+def attention(inputs, rest, mesh, batch=None, check_vma=True, **options):
     """`context_parallel_attention` under shard_map: (out, (memory, penalty, key_sum))."""
     arguments = {**inputs, **rest}
     sharded = {n: P(batch, "context") for n in TOKENS} | {n: P(batch) for n in STATE}
@@ -85,7 +86,9 @@ def attention(inputs, rest, mesh, batch=None, **options):
         return out, tuple(getattr(state, n) for n in STATE)
 
     out_specs = (P(batch, "context"), (P(batch),) * 3)
-    return jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=out_specs)(arguments)
+    return jax.shard_map(
+        local, mesh=mesh, in_specs=(specs,), out_specs=out_specs, check_vma=check_vma
+    )(arguments)
 
 
 def vjp_of(function):
@@ -101,17 +104,11 @@ def vjp_of(function):
 def single_device(name, dtype):
     """Inputs, cotangents and what one device makes of them."""
     inputs, rest = split_call(draw_call(name, dtype))
-    shapes = jax.eval_shape(lambda: value_and_pullback_primals(inputs, rest, name))
+    shapes = jax.eval_shape(lambda: whole_attention(inputs, rest, **options_of(name)))
     rng = np.random.default_rng(3)
     cotangents = jax.tree.map(lambda s: rng.normal(size=s.shape).astype(s.dtype), shapes)
     wanted = value_and_pullback(**options_of(name))(inputs, rest, cotangents)
     return inputs, rest, cotangents, wanted
-
-
-def value_and_pullback_primals(inputs, rest, name):
-    from support import attention as plain
-
-    return plain(inputs, rest, **options_of(name))
 
 
 def check(name, mesh, dtype, tolerance, batch=None, implementation="xla"):
@@ -131,22 +128,265 @@ def check(name, mesh, dtype, tolerance, batch=None, implementation="xla"):
         )
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "devices"), [("key", 1), ("segments", 2), ("segments", 4), ("plain", 4)]
+)
 def test_context_parallel_equals_one_device(name, devices, x64):
     check(name, mesh_of(context=devices), np.float64, tolerances.FLOAT64)
 
 
-@pytest.mark.parametrize("implementation", ["reference", "associative"])
-def test_context_parallel_of_every_implementation(implementation, x64):
-    mesh = mesh_of(context=2)
-    check("segments", mesh, np.float64, tolerances.FLOAT64, implementation=implementation)
+def test_context_parallel_of_the_reference(x64):
+    check("key", mesh_of(context=2), np.float64, tolerances.FLOAT64, implementation="reference")
 
 
-@pytest.mark.parametrize("devices", [2, 4])
-def test_context_parallel_in_float32(devices):
-    check("segments", mesh_of(context=devices), np.float32, tolerances.FLOAT32)
+def test_context_parallel_in_float32():
+    check("key", mesh_of(context=4), np.float32, tolerances.FLOAT32)
 
 
 def test_context_parallel_beside_data_parallel(x64):
     check("key", mesh_of(data=2, context=2), np.float64, tolerances.FLOAT64, batch="data")
+
+
+def test_context_parallel_over_eight_devices():
+    """In a process of its own: the number of devices is set before JAX starts."""
+    code = (
+        "import jax, numpy as np\n"
+        "import test_sharding as t, tolerances\n"
+        "assert jax.device_count() == 8\n"
+        "mesh = t.mesh_of(context=8)\n"
+        "with jax.enable_x64(True):\n"
+        "    t.check('segments', mesh, np.float64, tolerances.FLOAT64)\n"
+    )
+    environment = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+    }
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+
+
+def test_context_parallel_with_the_pallas_kernels(monkeypatch):
+    """Without replication checks: Pallas' interpreter does not know them."""
+    monkeypatch.setenv("VLA_JAX_PALLAS_INTERPRET", "1")
+    inputs, rest = split_call(draw(Case(1, 8, 1, 1, 16, 16)))
+    inputs = {n: np.asarray(x, np.float32) for n, x in inputs.items()}
+    mesh = mesh_of(context=2)
+    run = jax.jit(lambda x: attention(x, rest, mesh, check_vma=False, implementation="pallas"))
+    wanted = whole_attention(inputs, rest, implementation="xla")
+    jax.tree.map(lambda x, y: assert_close(x, y, tolerances.FLOAT32), run(inputs), wanted)
+
+
+# --- what is communicated ----------------------------------------------------------------------
+
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
+
+
+def collectives(function, *arguments):
+    """The collectives of the compiled program: {operation: [bytes of each]}."""
+    text = jax.jit(function).lower(*arguments).compile().as_text()
+    found = collections.defaultdict(list)
+    pattern = rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\("
+    for shapes, operation, _ in re.findall(pattern, text):
+        size = 0
+        for kind, bits, dims in re.findall(r"\b([a-z]+)(\d*)\[([\d,]*)\]", shapes):
+            width = 1 if kind == "pred" else int(bits) // 8
+            size += width * math.prod(int(n) for n in dims.split(",") if n)
+        found[operation].append(size)
+    return dict(found)
+
+
+def test_what_context_parallel_communicates():
+    mesh = mesh_of(context=4)
+    batch, heads, dim, value_dim = 2, 3, 5, 4
+    found = {}
+    for length in (16, 64):
+        inputs, rest = split_call(draw(Case(batch, length, heads, 1, dim, value_dim)))
+        inputs = {n: np.asarray(x, np.float32) for n, x in inputs.items()}
+
+        def out(inputs, rest=rest):
+            return attention(inputs, rest, mesh, implementation="xla")[0]
+
+        gradient = jax.grad(lambda x: out(x).sum())
+        found[length] = [collectives(f, inputs) for f in (out, gradient)]
+    assert found[16] == found[64]
+    forward, gradient = found[16]
+    with_state = collectives(
+        lambda x: attention(x, rest, mesh, implementation="xla"), inputs
+    )
+
+    # Two rounds of both scans, then the state alone to the neighbour.
+    penalty, memory = dim * (dim + 1), dim * (dim + value_dim)
+    numbers = 3 * penalty + 2 * memory + dim * value_dim
+    assert list(forward) == ["collective-permute"]
+    assert sum(forward["collective-permute"]) == 4 * batch * heads * numbers
+    state = dim * value_dim + dim * dim + dim
+    assert with_state["collective-permute"] == forward["collective-permute"]
+    assert sum(with_state["all-reduce"]) == 4 * batch * heads * state
+    # Backward: the same exchanges, the other way, and the sum of d_lambda0 over the devices.
+    assert set(gradient) == {"collective-permute", "all-reduce"}
+    assert sum(gradient["collective-permute"]) <= 2 * sum(forward["collective-permute"])
+    assert sum(gradient["all-reduce"]) == 4 * heads
+
+
+# --- the whole arrays' entry point and errors --------------------------------------------------
+
+
+def test_sharded_attention():
+    mesh = mesh_of(data=2, context=2)
+    rng = np.random.default_rng(0)
+    query, key, value = (rng.random((2, 6, 2, 3), np.float32) for _ in range(3))
+    ids = np.array([[0, 0, 1, 1, 1, 1], [2, 2, 2, 2, 2, 3]])
+    options = dict(lambda0=np.array([0.1, 0.2]), segment_ids=ids, return_state=True)
+    wanted = vla_jax.vla_attention(query, key, value, **options)
+    for axes in ({"data_axis": "data"}, {"model_axis": "data"}):
+        actual = sharding.sharded_attention(
+            query, key, value, mesh=mesh, context_axis="context", **axes, **options
+        )
+        jax.tree.map(lambda x, y: assert_close(x, y, tolerances.REORDERED32), actual, wanted)
+
+
+def test_context_parallel_errors():
+    mesh = mesh_of(data=2, context=2)
+    x = np.ones((2, 5, 1, 3), np.float32)
+    run = functools.partial(sharding.sharded_attention, mesh=mesh, context_axis="context")
+    with pytest.raises(ValueError, match="T = 5 is not divisible by the 2 devices"):
+        run(x, x, x)
+    with pytest.raises(ValueError, match="H = 1 is not divisible by the 2 devices"):
+        run(x[:, :4], x[:, :4], x[:, :4], model_axis="data")
+    with pytest.raises(ValueError, match="data_axis must be one of the mesh axes"):
+        run(x[:, :4], x[:, :4], x[:, :4], data_axis="batch")
+    with pytest.raises(ValueError, match="inside jax.shard_map"):
+        sharding.context_parallel_attention(x, x, x, axis_name="context")
+    with pytest.raises(TypeError, match="axis_name must be a string"):
+        sharding.context_parallel_attention(x, x, x, axis_name=0)
+    with pytest.raises(NotImplementedError, match="triton"):
+        run(x[:, :4], x[:, :4], x[:, :4], implementation="triton")
+
+
+# --- layers ------------------------------------------------------------------------------------
+
+LAYER = dict(num_heads=2, in_features=6, num_kv_heads=1, learn_lambda0=True)
+
+
+@pytest.mark.parametrize("kind", ["neighbour", "masked"])
+def test_layers_under_context_parallel(kind, x64):
+    """The convolution sees across devices: from the neighbour, or past devices of padding."""
+    mesh = mesh_of(context=2 if kind == "neighbour" else 4)
+    width, length = (3, 4) if kind == "neighbour" else (5, 8)
+    module = linen.VariationalLinearAttention(**LAYER, short_conv=width, param_dtype=jnp.float64)
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=(2, length, 6))
+    rest = {}
+    if kind == "masked":
+        rest["mask"] = np.array([[1, 1, 1, 0, 0, 0, 1, 1], [1, 0, 1, 1, 0, 1, 1, 0]], bool)
+        rest["segment_ids"] = np.array([[0] * 8, [0, 0, 1, 1, 1, 1, 1, 2]])
+    params = module.init(jax.random.key(0), x)
+    state = jax.tree.map(lambda s: 0.1 * rng.random(s.shape), module.init_state(2))
+    penalty = jnp.broadcast_to(jnp.eye(3), state.vla.penalty.shape)
+    state = layer.LayerState(state.vla.replace(penalty=penalty), state.conv)
+
+    def run(axis_name, params, x, state, rest):
+        out, state = module.apply(
+            params, x, initial_state=state, return_state=True, axis_name=axis_name, **rest
+        )
+        return out, (state.vla.memory, state.penalty, state.key_sum, state.conv)
+
+    sequence = P(None, "context")
+    sharded = jax.shard_map(
+        functools.partial(run, "context"),
+        mesh=mesh,
+        in_specs=(P(), sequence, P(), sequence),
+        out_specs=(sequence, P()),
+    )
+
+    def loss(function, params, x, state):
+        results = function(params, x, state, rest)
+        return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(results)), results
+
+    def value_and_gradients(function):
+        function = functools.partial(loss, function)
+        fields = (params, x, state)
+        return jax.jit(jax.value_and_grad(function, (0, 1, 2), has_aux=True))(*fields)
+
+    actual = value_and_gradients(sharded)
+    wanted = value_and_gradients(functools.partial(run, None))
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerances.FLOAT64, floor=1e-3), actual, wanted)
+
+
+def test_checks_of_a_layer_need_whole_sequences():
+    module = VariationalLinearAttention(2, 4, check_invariants=True, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="check_invariants"):
+        module(jnp.ones((1, 2, 4)), axis_name="context")
+
+
+# --- data and tensor parallel: JAX's own sharding ------------------------------------------------
+
+
+def test_op_over_data_and_model():
+    """Batch over data and heads over model: no communication at all but the sum of d_lambda0."""
+    mesh = mesh_of(data=2, model=2)
+    inputs, _ = split_call(draw(Case(2, 8, 2, 2, 4, 3)))
+    inputs = {n: np.asarray(x, np.float32) for n, x in inputs.items()}
+    tokens = NamedSharding(mesh, P("data", None, "model"))
+    placed = {
+        n: jax.device_put(x, tokens if n in TOKENS else NamedSharding(mesh, P()))
+        for n, x in inputs.items()
+    }
+
+    def forward(inputs):
+        return vla_jax.vla_attention(**inputs, implementation="xla")
+
+    gradient = jax.grad(lambda x: jnp.sum(jnp.sin(forward(x))))
+    assert collectives(forward, placed) == {}
+    assert not collectives(gradient, placed).keys() & {"all-gather", "all-to-all"}
+    for function in (forward, gradient):
+        actual, wanted = jax.jit(function)(placed), jax.jit(function)(inputs)
+        jax.tree.map(lambda x, y: assert_close(x, y, tolerances.REORDERED32), actual, wanted)
+    assert jax.jit(forward)(placed).sharding.spec == P("data", None, "model")
+
+
+def test_layer_over_data_and_model():
+    """A user's rules place the parameters by their metadata; no activation is gathered."""
+    mesh = mesh_of(data=2, model=2)
+    rules = (("embed", None), ("heads", "model"), ("kv_heads", "model"), ("head_dim", None))
+    module = VariationalLinearAttention(4, 8, num_kv_heads=2, logical_axes=True, rngs=nnx.Rngs(0))
+    graph, params = nnx.split(module)
+    with nnx.logical_axis_rules(rules):
+        specs = nnx.get_partition_spec(params)
+    x = np.random.default_rng(0).normal(size=(2, 6, 8)).astype(np.float32)
+
+    def loss(params, x):
+        return jnp.sum(jnp.sin(nnx.merge(graph, params)(x)))
+
+    step = jax.value_and_grad(loss)
+    wanted = jax.jit(step)(params, x)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, jax.tree.map(lambda s: NamedSharding(mesh, s), specs))
+        x = jax.device_put(x, NamedSharding(mesh, P("data")))
+        assert placed.q_proj["kernel"][...].sharding.spec == P(None, "model", None)
+        found = collectives(step, placed, x)
+        actual = jax.jit(step)(placed, x)
+    assert set(found) == {"all-reduce"}
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerances.REORDERED32), actual, wanted)
+
+
+def test_op_under_pmap():
+    mesh_of(data=4)
+    inputs, _ = split_call(draw(Case(4, 5, 1, 1, 3, 2)))
+    tokens = [np.asarray(inputs[n], np.float32) for n in TOKENS[:4]]
+
+    def step(*tokens):
+        loss = lambda x: jnp.sum(jnp.sin(vla_jax.vla_attention(*x, implementation="xla")))  # noqa: E731
+        return jax.value_and_grad(loss)(tokens)
+
+    def replica(*tokens):
+        loss, gradients = step(*tokens)
+        return jax.lax.psum(loss, "data"), gradients
+
+    split = [x[:, None] for x in tokens]
+    loss, gradients = jax.pmap(replica, "data", devices=jax.devices()[:4])(*split)
+    wanted_loss, wanted = jax.jit(step)(*tokens)
+    assert_close(loss, np.full(4, wanted_loss), tolerances.REORDERED32)
+    for x, y in zip(gradients, wanted, strict=True):
+        assert_close(np.asarray(x)[:, 0], y, tolerances.REORDERED32)

@@ -60,7 +60,8 @@ _PARAMS = dict(
     min_span=16,  # fewest chunks of a super-chunk
     float32={},  # what differs where operands are float32
 )
-# Measured on an H200; four warps for the solve, eight anywhere else, and narrower tiles are slower.
+# Measured on an H200. Slower there: one or four warps for the solve, eight anywhere else, narrower
+# tiles, a solve in two kernels.
 backend.TABLE.update(
     {
         (None, NAME, 64): _PARAMS | dict(sweep_stages=3, float32=dict(sweep_stages=2)),
@@ -308,6 +309,7 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int, unroll: bool):
     for b in range(count):
         cut = pl.ds(b * BLOCK, BLOCK)
         inverse[stream, n, cut, cut] = half[stream, n, b].astype(c.work)
+    backend.barrier()
     while size < s.chunk:
         for b in range(0, s.chunk // size, 2):
             low, high = pl.ds(b * size, size), pl.ds((b + 1) * size, size)
