@@ -66,6 +66,7 @@ def forward_bytes(devices, batch, heads, dim, value_dim):
 
 
 def mesh_of(name, devices):
+    """All devices along one axis."""
     return jax.make_mesh((len(devices),), (name,), axis_types=(AxisType.Auto,), devices=devices)
 
 
@@ -89,12 +90,15 @@ def weighed(out):
 
 
 def over_context(mesh):
+    """`vla_attention` with the sequence over the mesh."""
     spec = jax.P(None, mesh.axis_names[0])
     local = functools.partial(sharding.context_parallel_attention, axis_name=mesh.axis_names[0])
     return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
 
 
 def with_gradient(attention, loss=weighed):
+    """`(loss, out, *gradients)` of the tokens."""
+
     def function(*tokens):
         out, pullback = jax.vjp(attention, *tokens)
         value, cotangent = jax.value_and_grad(loss)(out)
@@ -104,6 +108,7 @@ def with_gradient(attention, loss=weighed):
 
 
 def relative_error(actual, expected):
+    """Largest difference over the largest expected entry; infinite for NaN."""
     actual, expected = (np.asarray(x).astype(np.float64) for x in (actual, expected))
     error = np.abs(actual - expected).max() / np.abs(expected).max()
     return float(error) if np.isfinite(error) else float("inf")
@@ -184,13 +189,10 @@ def scaling(options, devices):
             *training.place((params, opt_state), mesh, jax.P()),
             training.place(data, mesh, training.tokens_spec(mesh)),
         )
-        step = functools.partial(
-            training.train_step.lower(
-                *arguments, graphdef=graphdef, config=config, mesh=mesh
-            ).compile()
-        )
+        lowered = training.train_step.lower(*arguments, graphdef=graphdef, config=config, mesh=mesh)
+        step = lowered.compile()
         result[f"seconds_{count}"] = timed(step, arguments, options.repeats)
-        result[f"bytes_{count}"] = memory_of(step.func)
+        result[f"bytes_{count}"] = memory_of(step)
         del arguments
     result["speedup"] = result["seconds_1"] / result[f"seconds_{len(devices)}"]
     return result
@@ -242,6 +244,7 @@ def exchange(options, devices):
 
 
 def main(argv=None):
+    """Runs the parts and writes what they found."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--devices", type=int, default=2, help="how many to use")

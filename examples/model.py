@@ -193,7 +193,7 @@ class SoftmaxAttention(nnx.Module):
         return out[:, 0], state
 
 
-def _vla(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+def _vla(config: ModelConfig, rngs: nnx.Rngs) -> VariationalLinearAttention:
     options: dict[str, Any] = {
         "implementation": config.implementation,
         "direction": config.direction,
@@ -208,7 +208,7 @@ def _vla(config: ModelConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 # [B, T, d_model] to [B, T, d_model]; everything else in the model is shared.
-MIXERS: dict[str, Callable[[ModelConfig, nnx.Rngs], nnx.Module]] = {
+MIXERS: dict[str, Callable[[ModelConfig, nnx.Rngs], Any]] = {
     "vla": _vla,
     "softmax": SoftmaxAttention,
 }
@@ -265,9 +265,11 @@ class Model(nnx.Module):
             "rngs": rngs,
         }
         self.tokens = nnx.Embed(config.vocab_size, config.d_model, **options)
-        self.positions = None
-        if config.max_length is not None:
-            self.positions = nnx.Embed(config.max_length, config.d_model, **options)
+        self.positions = (
+            None
+            if config.max_length is None
+            else nnx.Embed(config.max_length, config.d_model, **options)
+        )
         self.blocks = nnx.List([Block(config, mixer, rngs) for mixer in config.mixers])
         self.norm = nnx.LayerNorm(config.d_model, dtype=config.dtype, rngs=rngs)
 
@@ -279,6 +281,7 @@ class Model(nnx.Module):
         segment_ids: jax.Array | None = None,
         initial_state: ModelState | None = None,
         return_state: bool = False,
+        axis_name: str | None = None,
     ) -> Any:
         """Token ids ``[B, T]`` to logits ``[B, T, vocab_size]``.
 
@@ -290,23 +293,32 @@ class Model(nnx.Module):
             need a model without positions.
           initial_state: the state to go on from; it belongs to the first segment.
           return_state: whether to return ``(logits, state)``.
+          axis_name: inside ``jax.shard_map``, the mesh axis over which T is sharded. Every mixer
+            must be ``"vla"``; nothing but the tokens and segments can be given.
 
         Raises:
-          ValueError: for segments in a model with positions, and past a window (see
-            ``SoftmaxAttention``).
+          ValueError: for segments in a model with positions, past a window (see
+            ``SoftmaxAttention``), and for what ``axis_name`` does not go with.
         """
         batch, length = ids.shape
+        if axis_name is not None and (mask is not None or initial_state or return_state):
+            raise ValueError("axis_name does not go with mask, initial_state and return_state")
         start = None if initial_state is None else initial_state.position
         x = self.tokens(ids)
         if self.positions is not None:
             if segment_ids is not None:
                 raise ValueError("segment_ids need max_length=None in ModelConfig: no positions")
-            x = x + self.positions(self._numbers(length, mask, start))
+            numbers = self._numbers(length, mask, start)
+            if axis_name is not None:
+                numbers = numbers + jax.lax.axis_index(axis_name) * length
+            x = x + self.positions(numbers)
         states = []
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {"segment_ids": segment_ids, "return_state": return_state}
             if initial_state is not None:
                 options["initial_state"] = initial_state.layers[i]
+            if axis_name is not None:
+                options["axis_name"] = axis_name
             x, state = block(x, mask=mask, **options)
             states.append(state)
         logits = self._logits(x)

@@ -54,6 +54,9 @@ _WARMUP = flags.DEFINE_integer("warmup", _T.warmup, "Warm-up steps.", lower_boun
 _TARGET_ACCURACY = flags.DEFINE_float(
     "target_accuracy", _T.target_accuracy, "Stop at this held-out accuracy; above 1: never."
 )
+_CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", _T.checkpoint_every, "Steps between checkpoints.", lower_bound=1
+)
 _SEED = flags.DEFINE_integer("seed", 0, "Of parameters and data.", lower_bound=0)
 _OUT_DIR = flags.DEFINE_string("out_dir", "runs/mqar", "Where everything is written.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Train anew whatever --out_dir holds.")
@@ -87,6 +90,7 @@ def _run() -> Run:
         learning_rate=_LEARNING_RATE.value,
         warmup=_WARMUP.value,
         target_accuracy=_TARGET_ACCURACY.value,
+        checkpoint_every=_CHECKPOINT_EVERY.value,
         seed=_SEED.value,
     )
     mesh = make_mesh(_MESH.value)

@@ -57,7 +57,9 @@ def jit_with_sharding(tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Arr
     """Batch and heads are independent: place the inputs, and ``jit`` does the rest."""
     count = jax.device_count()
     model = 2 if count % 2 == 0 and _HEADS.value % 2 == 0 else 1
-    mesh = jax.make_mesh((count // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    mesh = jax.make_mesh(
+        (count // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
+    )
     placed = jax.device_put(tokens, NamedSharding(mesh, jax.P("data", None, "model")))
     return one_device(placed)
 
@@ -96,8 +98,8 @@ def main(argv: list[str]) -> None:
     print(f"{count} devices: {jax.devices()[0].device_kind}")
     for way in (one_device, jit_with_sharding, pmap, context_parallel):
         loss, gradient = way(tokens)
-        size = float(jnp.linalg.norm(gradient))
-        print(f"{way.__name__:18} loss {float(loss):.4f}  |d key| {size:.5f}", flush=True)
+        norm = float(jnp.linalg.norm(gradient))
+        print(f"{way.__name__:18} loss {float(loss):.4f}  |d key| {norm:.5f}", flush=True)
 
 
 if __name__ == "__main__":

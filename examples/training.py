@@ -54,6 +54,8 @@ class TrainConfig:
       checkpoint_every: steps between checkpoints.
       log_every: steps between points of the curve.
       seed: of the parameters and of the data.
+      accumulate: parts that a batch is computed in, one after the other, with the gradient of the
+        whole; None for one.
 
     Raises:
       ValueError: naming what does not fit.
@@ -71,6 +73,7 @@ class TrainConfig:
     checkpoint_every: int = 200
     log_every: int = 10
     seed: int = 0
+    accumulate: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_batches", "checkpoint_every"):
@@ -80,6 +83,12 @@ class TrainConfig:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
+        if self.accumulate is not None and (
+            self.accumulate < 1 or self.batch_size % self.accumulate
+        ):
+            raise ValueError(
+                f"accumulate must divide batch_size = {self.batch_size}, got {self.accumulate}"
+            )
 
     def optimizer(self) -> optax.GradientTransformation:
         """AdamW behind a clip, with a linear warm-up and a cosine decay to zero."""
@@ -111,8 +120,10 @@ class SettingsError(ValueError):
 
 
 def batch(task: Task, config: TrainConfig, stream: int, index: int) -> Batch:
-    """Batch ``index`` of a stream."""
-    return task.sample(np.random.default_rng([config.seed, stream, index]), config.batch_size)
+    """Batch ``index`` of a stream, from the task's ``split(stream)`` where it has splits."""
+    split = getattr(task, "split", None)
+    source = task if split is None else split(stream)
+    return source.sample(np.random.default_rng([config.seed, stream, index]), config.batch_size)
 
 
 def make_mesh(spec: str) -> jax.sharding.Mesh | None:
@@ -162,23 +173,31 @@ def place(tree: Any, mesh: jax.sharding.Mesh | None, spec: jax.P) -> Any:
 
 
 def scores(
-    graphdef: Any, params: Any, data: Batch, mesh: jax.sharding.Mesh | None = None
+    graphdef: Any,
+    params: Any,
+    data: Batch,
+    mesh: jax.sharding.Mesh | None = None,
+    total: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Loss and accuracy of a batch."""
+    """Loss and accuracy of a batch, or its share of those of all weights ``total``."""
     axes = () if mesh is None else mesh.axis_names
 
-    def local(params, data):
+    def local(params, data, total):
         axis_name = "context" if "context" in axes else None
-        logits = nnx.merge(graphdef, params)(data.inputs, axis_name=axis_name)
-        weights = data.weights / jax.lax.psum(jnp.sum(data.weights), axes)
+        segment_ids = getattr(data, "segment_ids", None)
+        model = nnx.merge(graphdef, params)
+        logits = model(data.inputs, segment_ids=segment_ids, axis_name=axis_name)
+        if total is None:
+            total = jax.lax.psum(jnp.sum(data.weights), axes)
+        weights = data.weights / total
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, data.targets)
         hits = jnp.argmax(logits, axis=-1) == data.targets
         return jax.lax.psum((jnp.sum(losses * weights), jnp.sum(hits * weights)), axes)
 
     if mesh is None:
-        return local(params, data)
-    specs = (jax.P(), tokens_spec(mesh))
-    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())(params, data)
+        return local(params, data, total)
+    specs = (jax.P(), tokens_spec(mesh), jax.P())
+    return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())(params, data, total)
 
 
 @functools.partial(jax.jit, static_argnames=("graphdef", "config", "mesh"))
@@ -193,8 +212,22 @@ def train_step(
 ) -> tuple[Any, Any, Scores]:
     """One optimiser step."""
     loss_fn = functools.partial(scores, graphdef, mesh=mesh)
-    loss_fn = jax.value_and_grad(loss_fn, has_aux=True)
-    (loss, accuracy), gradients = loss_fn(params, data)
+    gradient_fn = jax.value_and_grad(loss_fn, has_aux=True)
+    if config.accumulate is None:
+        results = gradient_fn(params, data)
+    else:  # each part strided over the batch, so that every device holds rows of it
+        total = jnp.sum(data.weights)
+        parts = jax.tree.map(
+            lambda x: jnp.moveaxis(x.reshape(-1, config.accumulate, *x.shape[1:]), 1, 0), data
+        )
+        part_fn = functools.partial(gradient_fn, params, total=total)
+        shapes = jax.eval_shape(part_fn, jax.tree.map(lambda x: x[0], parts))
+        results, _ = jax.lax.scan(
+            lambda sums, part: (jax.tree.map(jnp.add, sums, part_fn(part)), None),
+            jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes),
+            parts,
+        )
+    (loss, accuracy), gradients = results
     updates, opt_state = config.optimizer().update(gradients, opt_state, params)
     return optax.apply_updates(params, updates), opt_state, Scores(loss, accuracy)
 
@@ -252,8 +285,8 @@ class Run:
         ):
             if mesh is not None and size % mesh.shape.get(axis, 1):
                 raise ValueError(f"{name} = {size} is not divisible by {axis}:{mesh.shape[axis]}")
-        if mesh is not None and "context" in mesh.shape and model_config.mixer != "vla":
-            raise ValueError(f"mixer {model_config.mixer!r} needs a mesh without a context axis")
+        if mesh is not None and "context" in mesh.shape and set(model_config.mixers) != {"vla"}:
+            raise ValueError("a mesh with a context axis needs mixer 'vla' in every layer")
         self.out_dir = pathlib.Path(out_dir).resolve()
         self.out_dir.mkdir(parents=True, exist_ok=True)
         self.result_path = self.out_dir / "result.json"
@@ -277,11 +310,12 @@ class Run:
 
     def settings(self) -> dict[str, Any]:
         """All that decides the outcome, as JSON data."""
-        return {
+        settings = {
             "task": {"name": type(self.task).__name__, **dataclasses.asdict(self.task)},
             "model": dataclasses.asdict(self.model_config),
             "training": dataclasses.asdict(self.config),
         }
+        return json.loads(json.dumps(settings))
 
     def _check_settings(self, checkpoints: pathlib.Path, overwrite: bool) -> None:
         if overwrite and jax.process_index() == 0:
@@ -376,15 +410,20 @@ class Run:
                     held_out = self._evaluate(params, VALIDATION, config.eval_batches)
                     point.update(eval_loss=held_out.loss, eval_accuracy=held_out.accuracy)
                 if point:
-                    self.history.append({"step": step, **point})
+                    self._record({"step": step, **point})
                 self.state = TrainState(step, params, opt_state)
                 bar.update()
                 yield
 
+    def _record(self, point: dict[str, float]) -> None:
+        self.history.append(point)
+
+    def _report(self) -> dict[str, Any]:
+        """Further entries of the result."""
+        return {}
+
     def _evaluate(self, params: Any, stream: int, batches: int) -> Scores:
-        return evaluate(
-            self.graphdef, params, self.task, self.config, stream, batches, self.mesh
-        )
+        return evaluate(self.graphdef, params, self.task, self.config, stream, batches, self.mesh)
 
     def _reached_target(self) -> bool:
         evaluated = [point for point in self.history if "eval_accuracy" in point]
@@ -404,24 +443,15 @@ class Run:
         )
 
     def _restore(self) -> None:
-        step, trees = self._manager.latest_step(), self.state[1:]
-        named = _by_name(trees)
-        restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(named), meta=ocp.args.JsonRestore()
-            ),
-        )
-        leaves = [restored["state"][name] for name in named]
-        self.state = TrainState(step, *jax.tree.unflatten(jax.tree.structure(trees), leaves))
-        self.history = restored["meta"]["history"]
-        self._earlier_seconds = restored["meta"]["seconds"]
+        self.state, meta = _restore(self._manager, self.state[1:])
+        self.history = meta["history"]
+        self._earlier_seconds = meta["seconds"]
 
     def _finish(self) -> dict[str, Any]:
         held_out = self._evaluate(self.state.params, TEST, 4 * self.config.eval_batches)
         settings = self.settings()
         result = {
-            "model": self.model_config.mixer,
+            "model": ",".join(self.model_config.layers or [self.model_config.mixer]),
             **settings["task"],
             "seq_len": self.task.length,
             "seed": self.config.seed,
@@ -435,6 +465,7 @@ class Run:
                 "python": platform.python_version(),
                 **{m.__name__: m.__version__ for m in (jax, flax, optax, np, vla_jax)},
             },
+            **self._report(),
             "settings": settings,
             "history": self.history,
         }
@@ -442,6 +473,40 @@ class Run:
             _plot(self.history, result, self.out_dir / "curve.png")
             _write_json(self.result_path, result)
         return result
+
+
+def load_model(run_dir: str | os.PathLike[str]) -> tuple[Model, ModelConfig]:
+    """The model of the latest checkpoint of a run.
+
+    Raises:
+      ValueError: if the directory holds no run, or none that has come to a checkpoint.
+    """
+    run_dir = pathlib.Path(run_dir).resolve()
+    try:
+        settings = json.loads((run_dir / "settings.json").read_text("utf-8"))
+    except OSError as error:
+        raise ValueError(f"{run_dir} holds no trained model: no settings.json") from error
+    model_config, config = ModelConfig(**settings["model"]), TrainConfig(**settings["training"])
+    graphdef, params = nnx.split(Model(model_config, nnx.Rngs(0)))
+    with ocp.CheckpointManager(
+        run_dir / "checkpoints", options=ocp.CheckpointManagerOptions(read_only=True)
+    ) as manager:
+        if manager.latest_step() is None:
+            raise ValueError(f"{run_dir} holds no checkpoint")
+        state, _ = _restore(manager, (params, config.optimizer().init(params)))
+    return nnx.merge(graphdef, state.params), model_config
+
+
+def _restore(manager: ocp.CheckpointManager, trees: Any) -> tuple[TrainState, dict[str, Any]]:
+    """The latest checkpoint as ``(state, meta)``; ``trees`` are like its parameters and so on."""
+    step, named = manager.latest_step(), _by_name(trees)
+    restored = manager.restore(
+        step,
+        args=ocp.args.Composite(state=ocp.args.StandardRestore(named), meta=ocp.args.JsonRestore()),
+    )
+    leaves = [restored["state"][name] for name in named]
+    state = TrainState(step, *jax.tree.unflatten(jax.tree.structure(trees), leaves))
+    return state, restored["meta"]
 
 
 @contextlib.contextmanager

@@ -109,10 +109,10 @@ def test_state_norm_equals_the_oracle(packed, write_gain, x64):
 
 def test_documented_state_norm():
     """Stability, 4: on random inputs it settles near √d ‖v‖, and it is not a bound of the norm."""
-    key, value, direction = (jnp.asarray(x, jnp.float32) for x in draw(3000))
+    key, value, direction = (jnp.asarray(x, jnp.float32) for x in draw(2000))
     norm = diagnostics.state_norm(key, value, direction)
     scale = 32**0.5 * float(jnp.linalg.norm(value, axis=-1).mean())
-    late = norm[:, 1000:]
+    late = norm[:, 500:]
     assert 0.3 * scale < float(late.mean()) < 2 * scale
     assert float(late[:, -500:].mean()) < 1.2 * float(late[:, :500].mean())
     # Two keys at a small angle θ with opposite values of length 1 reach 2/θ.
@@ -134,13 +134,13 @@ def test_state_norm_streams():
 
 
 def test_penalty_condition_number(x64):
-    key, value, direction = map(jnp.asarray, draw(200, dim=8))
+    key, value, direction = map(jnp.asarray, draw(20, dim=6, value_dim=5))
     _, state = vla_jax.vla_attention(key, key, value, direction, return_state=True)
     lambda0 = jnp.array([0.1, 10.0])
-    matrix = lambda0[:, None, None] * np.eye(8) + state.penalty
+    matrix = lambda0[:, None, None] * np.eye(6) + state.penalty
     actual = diagnostics.penalty_condition_number(state.penalty, lambda0=lambda0)
     np.testing.assert_allclose(actual, np.linalg.cond(matrix), rtol=1e-9)
-    assert (actual <= (lambda0 + 200 / 8) / lambda0 + 1e-9).all()
+    assert (actual <= (lambda0 + 20 / 6) / lambda0 + 1e-9).all()
 
 
 def test_lyapunov_falls_by_the_documented_amount(x64):

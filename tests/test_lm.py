@@ -1,8 +1,14 @@
 """The language model and its example: decoding, text, training, streaming."""
 
 import dataclasses
+import gzip
+import json
+import os
 import pathlib
+import signal
+import subprocess
 import sys
+import textwrap
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +19,12 @@ from flax import nnx
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-from model import Model, ModelConfig  # noqa: E402
+import training  # noqa: E402
+from lm import LanguageRun, Reader, functions  # noqa: E402
+from model import Model, ModelConfig, SoftmaxAttention  # noqa: E402
+from text import Split, Text  # noqa: E402
+
+from vla_jax import generation  # noqa: E402
 
 SIZES = dict(
     vocab_size=32, max_length=None, d_model=16, num_heads=4, ffn_dim=16, implementation="reference"
@@ -82,7 +93,7 @@ def test_padding_on_the_left_is_absent(name):
     model, ids, atol = setting(name)
     mask = jnp.arange(LENGTH) >= jnp.array([[4], [0]])
     padded, state = read(model, jnp.where(mask, ids, 31), mask, model.init_state(2))
-    alone, other = model(ids[:1, 4:], return_state=True)
+    alone, other = nnx.jit(lambda m, x: m(x, return_state=True))(model, ids[:1, 4:])
     np.testing.assert_allclose(padded[0, 4:], alone[0], atol=atol)
     np.testing.assert_array_equal(state.position, [LENGTH - 4, LENGTH])
     first = jax.tree.map(lambda x: x[:1], state)
@@ -93,32 +104,31 @@ def test_padding_on_the_left_is_absent(name):
 def test_packed_documents_do_not_meet():
     model, ids, atol = setting("everything")
     segments = jnp.asarray([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])
-    packed, state = model(ids, segment_ids=segments, return_state=True)
-    np.testing.assert_allclose(packed, model(ids, segment_ids=segments), atol=atol)
-    for row, cut in enumerate((4, 9)):
-        ends = []
-        for part in (slice(0, cut), slice(cut, None)):
-            alone, end = model(ids[row : row + 1, part], return_state=True)
-            np.testing.assert_allclose(packed[row, part], alone[0], atol=atol)
-            ends.append(end)
-        here = jax.tree.map(lambda x, row=row: x[row : row + 1], state)
-        found, expected = (one_step(model, ids[:1, 0], s)[0] for s in (here, ends[1]))
-        np.testing.assert_allclose(found, expected, atol=atol)
+    call = nnx.jit(lambda model, **options: model(ids, return_state=True, **options))
+    packed, state = call(model, segment_ids=segments)
+    trained = nnx.jit(lambda model: model(ids, segment_ids=segments))(model)
+    np.testing.assert_allclose(packed, trained, atol=atol)
+    for document in (0, 1):  # alone: the other one is padding
+        mask = segments == document
+        alone, end = call(model, mask=mask)
+        np.testing.assert_allclose(packed[mask], alone[mask], atol=atol)
+    found, expected = (one_step(model, ids[:, 0], s)[0] for s in (state, end))
+    np.testing.assert_allclose(found, expected, atol=atol)
 
 
 def test_a_full_window_is_an_error_and_nan_under_jit():
     config = dataclasses.replace(MODELS["positions"], max_length=None, window=4)
-    model, ids = Model(config, nnx.Rngs(0)), jnp.zeros((1, 5), jnp.int32)
     assert config.capacity == 4
-    _, state = model(ids[:, :4], return_state=True)
+    layer, x = SoftmaxAttention(config, nnx.Rngs(0)), jnp.ones((1, 4, 16))
+    _, state = layer(x, return_state=True)
     with pytest.raises(ValueError, match=r"keeps window = 4 tokens of a sequence, got 5"):
-        model.step(ids[:, 0], state)
-    with pytest.raises(ValueError, match="window = 4"):
-        model(ids, return_state=True)
-    assert np.all(np.isnan(one_step(model, ids[:, 0], state)[0]))
-    model(ids)  # no state, no window
+        layer.step(x[:, 0], state)
+    out, _ = nnx.jit(lambda layer, x, state: layer.step(x, state))(layer, x[:, 0], state)
+    assert np.all(np.isnan(out))
+    assert layer(jnp.ones((1, 5, 16))).shape == (1, 5, 16)  # no state, no window
+    config = dataclasses.replace(config, window=None)
     with pytest.raises(ValueError, match="needs window in ModelConfig"):
-        Model(dataclasses.replace(config, window=None), nnx.Rngs(0)).init_state(1)
+        SoftmaxAttention(config, nnx.Rngs(0)).init_state(1)
 
 
 def test_size_of_the_state():
@@ -145,3 +155,243 @@ def test_segments_need_a_model_without_positions():
     model, ids, _ = setting("positions")
     with pytest.raises(ValueError, match="max_length=None"):
         model(ids, segment_ids=jnp.zeros_like(ids))
+
+
+# --- text --------------------------------------------------------------------------------------
+
+DOCUMENTS = [b"abc", b"d", b"efghijklm" * 3, b"", b"nop"]
+
+
+@pytest.mark.parametrize("length", [2, 3, 8, 100])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_windows_score_every_byte_once(length, batch_size):
+    split, scored = Split(DOCUMENTS, length), []
+    for rows in split.windows(batch_size):
+        assert rows.inputs.shape == (batch_size, length)
+        scored += rows.targets[rows.weights == 1].tolist()
+        assert np.all(np.diff(rows.segment_ids, axis=1) >= 0)
+    assert bytes(scored) == b"".join(DOCUMENTS)
+
+
+def test_rows_are_packed_documents():
+    rows = Split(DOCUMENTS, 12).sample(np.random.default_rng(0), 64)
+    for inputs, targets, weights, ids in zip(*rows, strict=True):
+        np.testing.assert_array_equal(inputs[1:], targets[:-1])
+        np.testing.assert_array_equal(weights[:-1], ids[1:] == ids[:-1])
+        np.testing.assert_array_equal(inputs[1:] == 0, ids[1:] != ids[:-1])
+
+
+def test_head_and_gzip():
+    split = Split([b"ab" * 50, b"cd" * 50], 8)
+    assert split.head(130).documents == [b"ab" * 50, b"cd" * 15]
+    assert split.head(0).documents == split.documents
+    sizes = [len(gzip.compress(b, 9)) for b in (b"ab" * 50 + b"cd" * 50, b"ab" * 50, b"cd" * 50)]
+    found = split.gzip_bits_per_byte()
+    assert found["gzip_bits_per_byte"] == 8 * sizes[0] / 200
+    assert found["gzip_each_bits_per_byte"] == 8 * (sizes[1] + sizes[2]) / 200
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("text")
+    for i in range(120):
+        place = root / f"part{i % 3}"
+        place.mkdir(exist_ok=True)
+        (place / f"{i}.txt").write_text(f"line {i} of {i * i}\nand another: {i}\n" * 2)
+    (root / ".hidden").write_text("no")
+    return root
+
+
+def test_a_file_stays_in_its_split(folder, tmp_path):
+    task = Text(str(folder), 16)
+    sizes = task.train_bytes, task.validation_bytes, task.test_bytes
+    assert min(sizes) > 0
+    assert sum(sizes) == sum(f.stat().st_size for f in folder.rglob("*.txt"))
+    assert all(f"{size:,}" in task.describe() for size in sizes)
+    assert task == Text(str(folder), 16)
+    part = Text(str(folder), 16, pattern="*[02468].txt")
+    for stream in range(3):
+        assert set(part.split(stream).documents) <= set(task.split(stream).documents)
+    (tmp_path / "one").write_bytes(bytes(range(1, 251)) * 4)
+    one = Text(str(tmp_path / "one"), 16)
+    assert (one.train_bytes, one.validation_bytes, one.test_bytes) == (900, 50, 50)
+    for path, message in ((tmp_path / "none", "a file or a folder"), (ROOT / ".ci", "give more")):
+        with pytest.raises(ValueError, match=message):
+            Text(str(path), 16)
+
+
+# --- training, generation, streaming: one small run ----------------------------------------------
+
+TRAINING = training.TrainConfig(
+    steps=6, batch_size=4, warmup=2, target_accuracy=2.0, eval_every=3, eval_batches=1,
+    checkpoint_every=2, log_every=1, accumulate=2,
+)  # fmt: skip
+SMALL = dataclasses.replace(MODELS["vla"], layers=("vla",), vocab_size=256, short_conv=2)
+
+
+def language_run(data, out_dir, config=TRAINING):
+    run = LanguageRun(Text(str(data), 16), SMALL, config, out_dir)
+    run.test_bytes = 100
+    return run
+
+
+def train(*args):
+    run = language_run(*args)
+    try:
+        return run.train(progress=False), run
+    finally:
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def trained(folder, tmp_path_factory):
+    return train(folder, tmp_path_factory.mktemp("run"))
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def without_time(points):
+    return [{k: v for k, v in point.items() if k != "seconds"} for point in points]
+
+
+def test_the_run_reports_bits_per_byte(trained):
+    result, run = trained
+    assert result["scored_bytes"] == 100
+    assert result["trained_bytes"] == 6 * 4 * 16
+    assert 0 < result["bits_per_byte"] < 12
+    assert result["gzip_bits_per_byte"] > 0
+    assert lines(run.out_dir / "metrics.jsonl") == result["history"]
+    assert {"bits_per_byte", "eval_bits_per_byte", "bytes"} <= result["history"][-1].keys()
+
+
+@pytest.mark.parametrize("moment", ["step", "checkpoint"])
+def test_a_killed_run_loses_what_is_in_flight_and_no_more(moment, trained, folder, tmp_path):
+    script = f"""
+        import os, signal, sys
+        import test_lm
+
+        def kill():
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def hook(event, arguments):  # a checkpoint is renamed when it is whole
+            if event == "os.rename" and "/checkpoints/4" in str(arguments[0]):
+                kill()
+
+        batch = test_lm.training.batch
+        if {moment!r} == "checkpoint":
+            sys.addaudithook(hook)
+        else:
+            test_lm.training.batch = lambda *a: kill() if a[2:] == (0, 4) else batch(*a)
+        test_lm.train(*sys.argv[1:])
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script), folder, tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        check=False,
+    )
+    assert done.returncode == -signal.SIGKILL
+    run = language_run(folder, tmp_path)
+    assert run.step == {"step": 4, "checkpoint": 2}[moment]
+    result = run.train(progress=False)
+    run.close()
+    expected = trained[0]
+    assert without_time(result["history"]) == without_time(expected["history"])
+    assert result["bits_per_byte"] == expected["bits_per_byte"]
+    assert lines(tmp_path / "metrics.jsonl") == result["history"]
+
+
+def test_accumulation_is_the_gradient_of_the_whole(trained, folder):
+    _, run = trained
+    data = training.batch(run.task, TRAINING, training.TRAIN, 0)
+    assert len(set(np.sum(data.weights, axis=1))) > 1
+    optimizer = run.config.optimizer()
+    params = run.state.params
+    results = []
+    for accumulate in (None, 4):
+        config = dataclasses.replace(TRAINING, accumulate=accumulate)
+        new, _, found = training.train_step(
+            params, optimizer.init(params), data, graphdef=run.graphdef, config=config
+        )
+        results.append((found, new))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), *results)
+    with pytest.raises(ValueError, match="accumulate must divide batch_size = 4, got 3"):
+        dataclasses.replace(TRAINING, accumulate=3)
+
+
+def test_a_trained_model_is_loaded_and_generates(trained, tmp_path):
+    _, run = trained
+    model, config = training.load_model(run.out_dir)
+    assert config == SMALL
+    jax.tree.map(np.testing.assert_array_equal, nnx.split(model)[1], run.state.params)
+    prefill, step = functions(model)
+    prefill = jax.tree_util.Partial(prefill, model.init_state(2))
+    ids, mask = generation.left_pad([b"\0line", b"\0"])
+    both = generation.generate(prefill, step, ids, mask, max_new=5, temperature=0)
+    logits = nnx.jit(lambda model, ids: model(ids))(
+        model, jnp.concatenate([ids, both.tokens], axis=1)[:1]
+    )
+    np.testing.assert_array_equal(jnp.argmax(logits[0, 4:-1], axis=-1), both.tokens[0])
+    for place, message in ((tmp_path, "no settings.json"), (tmp_path / "no", "no trained model")):
+        with pytest.raises(ValueError, match=message):
+            training.load_model(place)
+
+
+def test_reading_in_blocks_is_reading_at_once(trained, tmp_path):
+    _, run = trained
+    model, _ = training.load_model(run.out_dir)
+    text = b"first line\n\nthe third, which is longer than a block\r\nand an open end"
+    ids = jnp.asarray([[0, *text]])
+    logits = nnx.jit(lambda model, ids: model(ids[:, :-1]))(model, ids)
+    bits = -jnp.take_along_axis(jax.nn.log_softmax(logits), ids[:, 1:, None], -1)[0, :, 0]
+    bits = np.asarray(bits) / np.log(2)
+
+    reader, other, found = Reader(model, 8), Reader(model, 8), []
+    for i in range(0, len(text), 8):
+        found += reader.read(text[i : i + 8])
+        if i == 24:  # in the middle of a line
+            reader.save(tmp_path / "session")
+            other.load(tmp_path / "session")
+            assert other.bytes_read == 32
+            reader = other
+    found += reader.finish()
+    pieces = text.splitlines(keepends=True)
+    assert [line.text for line in found] == [piece.rstrip() for piece in pieces]
+    assert [line.number for line in found] == [1, 2, 3, 4]
+    ends = np.cumsum([len(piece) for piece in pieces])
+    expected = [bits[end - len(p) : end].sum() for p, end in zip(pieces, ends, strict=True)]
+    np.testing.assert_allclose([line.bits for line in found], expected, rtol=1e-4)
+    assert reader.bytes_read == len(text)
+
+
+def command(name, *arguments):
+    return subprocess.run(
+        [sys.executable, f"examples/{name}.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+
+
+def test_commands(trained, tmp_path):
+    run = f"--run={trained[1].out_dir}"
+    (tmp_path / "log").write_text("one\ntwo\nthree")
+    session = f"--session={tmp_path / 'session'}"
+    first = command("generate", run, "--prompt=line 1", "--max_new=20", "--stop=", session)
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.startswith("line 1")
+    assert "bytes of state a sequence, at 27 bytes of text" in first.stderr
+    assert (tmp_path / "session").exists()
+    done = command("stream", run, f"--file={tmp_path / 'log'}", "--block=4")
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["one", "two", "three"]
+    assert "13 bytes" in done.stderr
+    missing = command("generate", f"--run={tmp_path}")
+    assert missing.returncode != 0
+    assert "no settings.json" in missing.stderr
+    assert "Traceback" not in missing.stderr

@@ -560,7 +560,7 @@ def apply(
     if mask is not None:  # before anything is multiplied: padding may hold NaN
         x = jnp.where(mask[..., None], x, 0)
     if axis_name is not None and config.check_invariants:
-        raise ValueError("check_invariants=True needs axis_name=None: checks run on whole sequences")
+        raise ValueError("check_invariants=True needs axis_name=None: it checks whole sequences")
     query, key, value, direction, conv = _attention_inputs(
         config, params, x, state.conv, mask, segment_ids, axis_name
     )

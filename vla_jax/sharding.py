@@ -152,8 +152,9 @@ def context_parallel_attention(
 ) -> Array | tuple[Array, VLAState]:
     """``vla_attention`` inside ``jax.shard_map`` with T sharded over the mesh axis ``axis_name``.
 
-    Exact, forward and backward. A head exchanges ``D (2 D + E + 1)`` numbers ``⌈log₂(P − 1)⌉ + 1``
-    times, whatever T is; no token leaves its device. Other mesh axes may shard batch and heads.
+    Exact, forward and backward. A head sends at most ``D (2 D + E + 1)`` numbers, whatever T is,
+    ``⌈log₂(P − 1)⌉ + 1`` times; no token leaves its device. Other mesh axes may shard batch and
+    heads.
 
     Args:
       query, key, value, direction: this device's tokens, as in ``vla_attention``; the devices along
@@ -201,9 +202,7 @@ def context_parallel_attention(
         value,
         direction,
         validation.lambda0(lambda0, heads, dtype),
-        validation.state(
-            initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
-        ),
+        validation.state(initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype),
         validation.segment_ids(segment_ids, batch, length),
         validation.mask(mask, batch, length),
         axis_name=axis_name,
@@ -262,17 +261,22 @@ def _attention(
         key, direction, lambda0, before, segment_ids, config=config, write_gain=write_gain
     )
 
-    # The memory is affine in the one that reaches this device. From zero it is `gain`, from the
-    # identity and without values `carry`; and so are the read-outs.
-    def run(values, memory):
-        return primitives.delta(config, query, unit_key, write_key, values, memory, segment_ids)
-
-    shape = (*state.memory.shape[:-1], key.shape[-1])
-    identity = jnp.broadcast_to(jnp.eye(shape[-1], dtype=policy.accumulator), shape)
-    nothing = jnp.zeros_like(state.memory), jnp.zeros_like(key)
-    _, identity, zero, no_value = numerics.varying_alike((query, identity, *nothing))
-    out, gain = run(value, zero)
-    reach, carry = run(no_value, _kept(joins, identity))
+    # The memory is affine in the one that reaches this device, and so are the read-outs: from
+    # zero, with the values, it is `gain`; from the identity, without values, `carry`. Side by side
+    # the two are one sweep of wider values, which takes as many steps as one of them.
+    value_dim, dim = value.shape[-1], key.shape[-1]
+    identity = jnp.broadcast_to(
+        jnp.eye(dim, dtype=policy.accumulator), (*state.memory.shape[:-1], dim)
+    )
+    nothing = jnp.zeros((*value.shape[:-1], dim), value.dtype)
+    zero = jnp.zeros_like(state.memory)
+    _, identity, zero, nothing = numerics.varying_alike((query, identity, zero, nothing))
+    both, memory = primitives.delta(
+        config, query, unit_key, write_key, _beside(value, nothing),
+        _beside(zero, _kept(joins, identity)), segment_ids,
+    )  # fmt: skip
+    out, reach = both[..., :value_dim], both[..., value_dim:]
+    gain, carry = memory[..., :value_dim], memory[..., value_dim:]
 
     def compose(first, then):
         (gain1, carry1), (gain2, carry2) = first, then
@@ -367,9 +371,7 @@ def sharded_attention(
     )(*arguments)
 
 
-def check_divides(
-    mesh: jax.sharding.Mesh, name: str, axis: str | None, **sizes: int
-) -> None:
+def check_divides(mesh: jax.sharding.Mesh, name: str, axis: str | None, **sizes: int) -> None:
     """Raises ValueError unless ``mesh`` has ``axis``, with devices that divide every size."""
     if axis is None and name != "context_axis":
         return

@@ -1,0 +1,302 @@
+"""Text from a model: sampling, and decoding in one compiled loop.
+
+Any model that reads a prompt into a state and then steps from token to token can be used:
+
+    prefill(ids [B, T], mask [B, T]) -> (logits [B, T, V] or [B, V], state)
+    step(token [B], state) -> (logits [B, V], state)
+
+Every array of the state has the batch axis first. Wrap parameters in ``jax.tree_util.Partial``, so
+that they are arguments of the compiled loop and no constants in it:
+
+    step = Partial(lambda params, token, state: ..., params)
+    result = generate(prefill, step, *left_pad([b"def ", b"import"]), key=jax.random.key(0),
+                      max_new=100, temperature=0.8, stop=(0,))
+
+``generate`` runs to the end; ``stream`` yields the same tokens as they come.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vla_jax import validation
+from vla_jax.types import Array
+
+Prefill = Callable[[Array, Array], tuple[Array, Any]]
+Step = Callable[[Array, Any], tuple[Array, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What was generated; a pytree.
+
+    Attributes:
+      tokens: ``[B, N]`` int32, the new tokens of each sequence, then zeros. A stop token that was
+        met is the last of its sequence.
+      lengths: ``[B]`` int32, how many of them there are.
+      done: ``[B]`` bool, whether a stop token was met.
+      logits: ``[B, V]``, of the token after the last one.
+      state: after reading prompt and new tokens: to go on from.
+    """
+
+    tokens: Array
+    lengths: Array
+    done: Array
+    logits: Array
+    state: Any
+
+
+def sample(
+    logits: Array,
+    key: Array | None = None,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+) -> Array:
+    """Draws a token for each row of logits.
+
+    Args:
+      logits: ``[..., V]``, floating point.
+      key: a random key; None only with ``temperature=0``.
+      temperature: divides the logits; 0 takes the likeliest token.
+      top_k: draw from the so many likeliest tokens (and those as likely as the last of them).
+      top_p: draw from the fewest likeliest tokens whose probabilities, after ``temperature`` and
+        ``top_k``, reach this sum.
+
+    Returns:
+      ``[...]`` int32.
+
+    Raises:
+      ValueError, TypeError: naming the argument that is wrong.
+    """
+    _check_sampling(temperature, top_k, top_p)
+    if not isinstance(logits, jax.Array | np.ndarray) or not jnp.issubdtype(
+        logits.dtype, jnp.floating
+    ):
+        raise TypeError("logits must be a floating-point array")
+    if logits.ndim < 1 or not logits.shape[-1]:
+        raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(logits.shape)}")
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    if key is None:
+        raise ValueError("key must be a random key, got None: only temperature=0 needs none")
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    if top_k is not None and top_k < logits.shape[-1]:
+        least = jax.lax.top_k(logits, top_k)[0][..., -1:]
+        logits = jnp.where(logits < least, -jnp.inf, logits)
+    if top_p is not None and top_p < 1:
+        order = jnp.argsort(-logits, axis=-1)
+        probability = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
+        before = jnp.cumsum(probability, axis=-1) - probability
+        # The likeliest token always stays; argsort of a permutation is its inverse.
+        kept = (before < top_p).at[..., 0].set(True)
+        kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
+        logits = jnp.where(kept, logits, -jnp.inf)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+def left_pad(prompts: Sequence[Sequence[int]], length: int | None = None) -> tuple[Array, Array]:
+    """Prompts of different lengths as ``(ids [B, T] int32, mask [B, T])``, padded on the left.
+
+    Args:
+      prompts: token ids; ``bytes`` are ids of bytes.
+      length: T; None for the longest prompt. A fixed one avoids recompilation.
+
+    Raises:
+      ValueError: if there is no prompt, an empty one, or one longer than ``length``.
+    """
+    rows = [np.asarray(list(prompt), np.int32) for prompt in prompts]
+    if not rows or not all(map(len, rows)):
+        raise ValueError("prompts must be one or more, each of at least one token")
+    longest = max(map(len, rows))
+    length = longest if length is None else length
+    if length < longest:
+        raise ValueError(f"length must be at least that of the longest prompt, {longest}")
+    ids, mask = np.zeros((len(rows), length), np.int32), np.zeros((len(rows), length), bool)
+    for i, row in enumerate(rows):
+        ids[i, length - len(row) :], mask[i, length - len(row) :] = row, True
+    return jnp.asarray(ids), jnp.asarray(mask)
+
+
+def generate(
+    prefill: Prefill,
+    step: Step,
+    prompts: Array,
+    mask: Array | None = None,
+    *,
+    max_new: int,
+    key: Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[int] = (),
+) -> Generation:
+    """Continues prompts until each has met a stop token or ``max_new`` tokens are there.
+
+    The prompt is read at once (``prefill``), then one ``lax.while_loop`` decodes. Token ``i`` is
+    drawn with ``jax.random.fold_in(key, i)``, so ``stream`` draws the same ones. The loop compiles
+    once for a shape.
+
+    Args:
+      prefill, step: the model, as the module's documentation says.
+      prompts: ``[B, T]`` token ids.
+      mask: ``[B, T]`` booleans, False for padding, which must be on the left; None for none.
+      max_new: tokens to generate at most.
+      key, temperature, top_k, top_p: as in ``sample``.
+      stop: token ids that end a sequence.
+
+    Raises:
+      ValueError, TypeError: naming the argument that is wrong.
+    """
+    validation.positive("max_new", max_new, integer=True)
+    options: dict[str, Any] = {
+        "key": key,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+    }
+    chunks = stream(
+        prefill, step, prompts, mask, max_new=max_new, chunk=max_new, stop=stop, **options
+    )
+    return next(chunks)
+
+
+def stream(
+    prefill: Prefill,
+    step: Step,
+    prompts: Array,
+    mask: Array | None = None,
+    *,
+    max_new: int | None,
+    chunk: int = 16,
+    key: Array | None = None,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    stop: Sequence[int] = (),
+) -> Iterator[Generation]:
+    """``generate``, yielding the tokens in chunks as they come.
+
+    Args:
+      prefill, step, prompts, mask, key, temperature, top_k, top_p, stop: as in ``generate``.
+      max_new: tokens to generate at most; None for no bound.
+      chunk: tokens of a yielded chunk, at most.
+
+    Returns:
+      An iterator of ``Generation``s, each with the tokens since the one before; arguments are
+      checked before it is returned. It ends when every sequence has met a stop token.
+    """
+    if max_new is not None:
+        validation.positive("max_new", max_new, integer=True)
+    validation.positive("chunk", chunk, integer=True)
+    _check_sampling(temperature, top_k, top_p)
+    if temperature and key is None:
+        raise ValueError("key must be a random key, got None: only temperature=0 needs none")
+    prompts, mask = _check_prompts(prompts, mask)
+    stop = tuple(int(token) for token in stop)
+    decode = functools.partial(
+        _decode,
+        chunk=chunk,
+        sampling=(("temperature", temperature), ("top_k", top_k), ("top_p", top_p)),
+        stop=stop,
+    )
+    return _chunks(_partial(prefill), _partial(step), decode, prompts, mask, key, max_new, chunk)
+
+
+def _chunks(prefill, step, decode, prompts, mask, key, max_new, chunk):
+    logits, state = _prefill(prefill, prompts, mask)
+    done = jnp.zeros(prompts.shape[0], bool)
+    for start in itertools.count(0, chunk):
+        limit = chunk if max_new is None else min(chunk, max_new - start)
+        if limit <= 0 or (start and bool(jnp.all(done))):
+            return
+        result = decode(step, logits, state, done, key, start, limit)
+        logits, state, done = result.logits, result.state, result.done
+        yield result
+
+
+@jax.jit
+def _prefill(prefill, prompts, mask):
+    logits, state = prefill(prompts, mask)
+    return (logits[:, -1] if logits.ndim == 3 else logits), state
+
+
+@functools.partial(jax.jit, static_argnames=("chunk", "sampling", "stop"))
+def _decode(step, logits, state, done, key, start, limit, *, chunk, sampling, stop):
+    def going(carry):
+        i, _, _, done, _, _ = carry
+        return (i < limit) & ~jnp.all(done)
+
+    def body(carry):
+        i, logits, state, done, tokens, lengths = carry
+        token_key = None if key is None else jax.random.fold_in(key, start + i)
+        token = jnp.where(done, 0, sample(logits, token_key, **dict(sampling)))
+        next_logits, next_state = step(token, state)
+        # A sequence that has ended stays as it was.
+        keep = lambda old, new: jnp.where(_rows(done, old), old, new.astype(old.dtype))  # noqa: E731
+        logits, state = jax.tree.map(keep, (logits, state), (next_logits, next_state))
+        tokens, lengths = tokens.at[:, i].set(token), lengths + ~done
+        ends = jnp.isin(token, jnp.asarray(stop, jnp.int32)) if stop else jnp.zeros_like(done)
+        return i + 1, logits, state, done | ends, tokens, lengths
+
+    batch = done.shape[0]
+    empty = jnp.zeros((batch, chunk), jnp.int32), jnp.zeros(batch, jnp.int32)
+    carry = (jnp.asarray(0), logits, state, done, *empty)
+    _, logits, state, done, tokens, lengths = jax.lax.while_loop(going, body, carry)
+    return Generation(tokens, lengths, done, logits, state)
+
+
+def _rows(flags: Array, like: Array) -> Array:
+    return flags.reshape(-1, *(1,) * (like.ndim - 1))
+
+
+def _partial(function: Callable[..., Any]) -> jax.tree_util.Partial:
+    """A callable that ``jit`` takes as an argument; what a Partial holds is data."""
+    if not callable(function):
+        raise TypeError(f"prefill and step must be callable, got {type(function).__name__}")
+    if isinstance(function, jax.tree_util.Partial):
+        return function
+    return jax.tree_util.Partial(function)
+
+
+def _check_prompts(prompts: Any, mask: Any) -> tuple[Array, Array]:
+    if not isinstance(prompts, jax.Array | np.ndarray) or not jnp.issubdtype(
+        prompts.dtype, jnp.integer
+    ):
+        raise TypeError("prompts must be an array of integers; left_pad makes one")
+    validation.check_shape("prompts", jnp.asarray(prompts), (None, None), "[B, T]")
+    present = validation.mask(mask, *prompts.shape)
+    if present is None:
+        present = jnp.ones(prompts.shape, bool)
+    if validation.is_concrete(present):
+        rows = np.asarray(present)
+        if not rows[:, -1].all() or (rows[:, :-1] & ~rows[:, 1:]).any():
+            raise ValueError(
+                "mask must be True up to the last token of every prompt: pad on the left (left_pad)"
+            )
+    return jnp.asarray(prompts), present
+
+
+def _check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
+    numbers = (int, float, np.integer, np.floating)
+    if isinstance(temperature, bool) or not isinstance(temperature, numbers):
+        raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
+    if not temperature >= 0 or not math.isfinite(temperature):
+        raise ValueError(f"temperature must be finite and not negative, got {temperature}")
+    if top_k is not None:
+        validation.positive("top_k", top_k, integer=True)
+    if top_p is not None:
+        validation.positive("top_p", top_p)
+        if top_p > 1:
+            raise ValueError(f"top_p must be at most 1, got {top_p}")
