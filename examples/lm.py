@@ -156,7 +156,7 @@ class Reader:
         found = serialization.load(path, self._everything())
         self._session = found["session"]
         # Whole numbers up to 2⁵³ travel as two halves of a float64: JAX would round them.
-        self._position = np.asarray(found["position"]).view(np.float64)
+        self._position = np.array(found["position"]).view(np.float64)
         text = bytes(np.asarray(found["text"]))
         self._size = int(np.asarray(found["size"]).view(np.int64)[0])
         self._text = text[: min(self._size, self._keep)]
