@@ -1,5 +1,4 @@
 # make mqar    trains the main example; ARGS="--num_pairs=16" passes flags on
-# make lm      trains a language model on the sources of Python's standard library
 # make test    runs the tests;          ARGS="-k attention" likewise
 # make lint    checks style and types
 # make bench   runs the benchmarks
@@ -19,13 +18,10 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar lm test lint bench clean
+.PHONY: mqar test lint bench clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
-
-lm: $(call stamp,examples)
-	$(python) examples/train_lm.py $(ARGS)
 
 test: $(call stamp,test)
 	$(python) -m pytest -n $(WORKERS) $(ARGS)

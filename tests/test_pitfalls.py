@@ -5,7 +5,6 @@ what can be shown without one is shown here. Row 28 is in `test_scaling.py`.
 """
 
 import functools
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +31,9 @@ from support import (
 
 import vla_jax
 import vla_jax.nnx
-from vla_jax import selftest
 from benchmarks.cases import CASES, Case, draw
 from examples import tasks
+from vla_jax import selftest
 
 # One shape for most rows, always with segments and mask, so that it compiles once for each
 # implementation. E differs from D; a chunk is 8, so that 22 tokens cross two edges.
@@ -564,7 +563,6 @@ def test_pitfall_25_selftest_command(monkeypatch, capsys):
     """
     names = ("odd sizes", "penalty_solve")
     monkeypatch.setattr(selftest, "CASES", [c for c in selftest.CASES if c.name in names])
-    monkeypatch.setattr(sys, "argv", ["selftest"])
     assert selftest.main() == 0
     text = capsys.readouterr().out
     assert "xla          safe  <- implementation=None" in text
