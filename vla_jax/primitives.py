@@ -58,7 +58,7 @@ def configure(
 ) -> Config:
     """Chooses the implementation and the arithmetic for these inputs.
 
-    ``implementation=None`` is the best that works here; a name forces it.
+    ``implementation=None`` is ``DEFAULT``; a name forces it.
 
     Raises:
       ValueError, TypeError: if an option has no such value.
