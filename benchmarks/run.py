@@ -7,7 +7,8 @@
 Every implementation of ours is first compared with the float64 oracle of the tests, values and
 gradients, on a slice of the workload (one sequence, one head, at most --check_length tokens); no
 time is printed for one that fails. A time is the median over --repeats of the mean over enough
-back-to-back calls to fill --min_seconds, compiled and warmed up before, waited for at the end.
+back-to-back calls to fill --min_seconds, compiled and warmed up before, waited for at the end (on
+a CPU, one by one).
 
 Peers: softmax attention (`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU) and, where
 torch and fla can be imported, fla's linear attention, DeltaNet and MesaNet.
@@ -88,6 +89,8 @@ def wall(call, wait):
         start = time.perf_counter()
         for _ in range(count):
             out = call()
+            if jax.default_backend() == "cpu":  # calls in flight at once would share the cores
+                wait(out)
         wait(out)
         times.append((time.perf_counter() - start) / count)
     return statistics.median(times)
