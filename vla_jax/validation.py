@@ -113,6 +113,9 @@ def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
     """``segment_ids`` as int32 ``[B, T]``; that they do not decrease is checked where concrete."""
     if ids is None:
         return None
+    whole = isinstance(ids, np.ndarray) and ids.size and ids.dtype.kind in "iu"
+    if whole and (ids.min() < -(2**31) or ids.max() >= 2**31):  # before JAX narrows them
+        raise ValueError(f"segment_ids must fit in int32, got {ids.min()} to {ids.max()}")
     ids = _as_array("segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids must be integers, got dtype {ids.dtype}")
@@ -126,8 +129,6 @@ def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
                 "segment_ids must not decrease along T, got "
                 f"{values[b, t]} then {values[b, t + 1]} at batch {b}, position {t + 1}"
             )
-        if values.size and (values.min() < -(2**31) or values.max() >= 2**31):
-            raise ValueError("segment_ids must fit in int32")
     return ids.astype(jnp.int32)
 
 
