@@ -133,7 +133,7 @@ def penalty_solve_forward(
     policy: numerics.Policy,
     chunk_size: int | None = None,
     running_sum: Scan = running_sum,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array, Array]:
     """Equations (6) to (9): ``(solution [B, T, H, D], penalty [B, H, D, D])``.
 
     The tokens are cut in super-chunks of ``SUPER_CHUNK`` chunks. The penalty at their starts is a
@@ -188,7 +188,8 @@ def penalty_solve_forward(
     r = by_chunk(_split(rhs, supers, chunk * span, dtype))
     _, solution = jax.lax.scan(step, inverse, (r, by_chunk(u), segments))
     solution = jnp.moveaxis(solution, 0, 3).reshape(*u.shape[:3], chunk * span, dim)
-    return _join(solution, length), penalty
+    solution = _join(solution, length)
+    return solution, penalty, solution
 
 
 def penalty_solve_backward(
@@ -213,7 +214,7 @@ def penalty_solve_backward(
     length = direction.shape[1]
     chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
     n = _num_chunks(length, chunk)
-    d_rhs, _ = penalty_solve_forward(
+    d_rhs, *_ = penalty_solve_forward(
         d_solution,
         direction,
         lambda0,

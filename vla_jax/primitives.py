@@ -118,7 +118,7 @@ def _penalty_solve(config, rhs, direction, lambda0, initial_penalty, segment_ids
 
 
 def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment_ids):
-    solution, penalty = _module(config.implementation).penalty_solve_forward(
+    solution, penalty, kept = _module(config.implementation).penalty_solve_forward(
         rhs,
         direction,
         lambda0,
@@ -127,8 +127,8 @@ def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment
         policy=config.policy,
         chunk_size=config.chunk_size,
     )
-    solution = checkpoint_name(solution, "vla_solution")
-    residuals = (direction, lambda0, initial_penalty, segment_ids, solution, _like(rhs))
+    kept = checkpoint_name(kept, "vla_solution")
+    residuals = (direction, lambda0, initial_penalty, segment_ids, kept, _like(rhs))
     return (solution, penalty), residuals
 
 

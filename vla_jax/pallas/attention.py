@@ -41,10 +41,10 @@ def require(dtypes, dims, chunk_size) -> None:
 
 @_folded
 def _penalty_solve_forward(rhs, direction, lambda0, initial_penalty, segment_ids, **options):
-    solution, _, penalty = solve.forward(
+    solution, _, penalty, kept = solve.forward(
         rhs, direction, lambda0, initial_penalty, segment_ids, **options
     )
-    return solution, penalty
+    return solution, penalty, kept
 
 
 def penalty_solve_forward(*args, policy: numerics.Policy, chunk_size: int | None = None):
@@ -54,12 +54,12 @@ def penalty_solve_forward(*args, policy: numerics.Policy, chunk_size: int | None
 
 @_folded
 def _penalty_solve_backward(
-    direction, lambda0, initial_penalty, segment_ids, solution, d_solution, d_penalty, **options
+    direction, lambda0, _, segment_ids, kept, d_solution, d_penalty, **options
 ):
+    # Of the right-hand side only shape and dtype count here: those of the solution's cotangent.
     return solve.backward(
-        solution, direction, lambda0, initial_penalty, segment_ids, solution, None, d_solution,
-        d_penalty, **options,
-    )  # fmt: skip
+        d_solution, direction, lambda0, segment_ids, None, kept, d_solution, d_penalty, **options
+    )
 
 
 def penalty_solve_backward(*args, policy: numerics.Policy, chunk_size: int | None = None):
@@ -111,7 +111,7 @@ def _attention_forward(
     query, key, value, direction, lambda0, memory, penalty, key_sum, segment_ids,
     *, precision, variant,
 ):  # fmt: skip
-    write_key, gain, penalty_out = solve.forward(
+    write_key, gain, penalty_out, kept = solve.forward(
         key, direction, lambda0, penalty, segment_ids,
         normalize_rhs=True, write_gain=variant.write_gain, precision=precision,
     )  # fmt: skip
@@ -125,7 +125,7 @@ def _attention_forward(
         key_sum_out = jnp.where(whole, key_sum, 0) + jnp.sum(
             jnp.where(last, key, 0), axis=1, dtype=jnp.float32
         )
-    return out, memory_out, penalty_out, key_sum_out, write_key, gain, residuals
+    return out, memory_out, penalty_out, key_sum_out, write_key, gain, kept, residuals
 
 
 def attention_forward(*args, policy: numerics.Policy, variant: Any):
@@ -147,7 +147,7 @@ def attention_forward(*args, policy: numerics.Policy, variant: Any):
 @_folded
 def _attention_backward(
     query, key, value, direction, lambda0, memory, penalty, key_sum, segment_ids,
-    write_key, gain, residuals, d_out, d_memory, d_penalty, d_key_sum, *, precision, variant,
+    write_key, gain, kept, residuals, d_out, d_memory, d_penalty, d_key_sum, *, precision, variant,
 ):  # fmt: skip
     d_query, d_unit_key, d_raw_key, d_write_key, d_value, d_memory, d_initial_sum = delta.backward(
         residuals, query, key, write_key, value, memory, segment_ids, d_out, d_memory, d_key_sum,
@@ -159,7 +159,7 @@ def _attention_backward(
         d_raw_key = jnp.where(last, d_key_sum[:, None], jnp.zeros(key.shape, jnp.float32))
         d_initial_sum = jnp.where(whole, d_key_sum, 0)
     d_key, d_direction, d_lambda0, d_penalty = solve.backward(
-        key, direction, lambda0, penalty, segment_ids, write_key, gain, d_write_key, d_penalty,
+        key, direction, lambda0, segment_ids, gain, kept, d_write_key, d_penalty,
         normalize_rhs=True, write_gain=variant.write_gain, precision=precision,
         d_normalized_rhs=d_unit_key, d_raw_rhs=d_raw_key,
     )  # fmt: skip

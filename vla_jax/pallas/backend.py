@@ -34,10 +34,13 @@ _SOLVE: dict[str, Any] = {
     "gram_stages": 2,
     "invert_rows": 64,  # rows of the penalty taken at a time; all D: it stays in registers
     "invert_warps": 2,
-    "sweep_rows": 64,  # the same of its inverse
-    "sweep_width": 64,  # rows of a part of it, in registers
-    "sweep_warps": 1,
-    "sweep_stages": 1,
+    "resident_dim": 128,  # largest D of which factor and apply keep A in registers
+    "factor_width": 64,  # rows of A taken at a time
+    "factor_warps": 1,
+    "apply_chunk": 64,  # tokens at a time
+    "apply_width": 64,  # rows of A taken at a time
+    "apply_warps": 4,
+    "apply_stages": 1,
     "du_width": 64,
     "du_warps": 4,
     "du_stages": 1,
@@ -45,9 +48,17 @@ _SOLVE: dict[str, Any] = {
 TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {
     (None, "penalty_solve", 64): _SOLVE,
     (None, "penalty_solve", 128): _SOLVE
-    | {"invert_rows": 128, "invert_warps": 4, "sweep_rows": 128, "sweep_warps": 4},
+    | {"invert_rows": 128, "invert_warps": 4, "factor_warps": 4, "apply_warps": 8},
     (None, "penalty_solve", 256): _SOLVE
-    | {"invert_rows": 32, "invert_warps": 4, "sweep_rows": 16, "sweep_warps": 4},
+    | {
+        "invert_rows": 32,
+        "invert_warps": 4,
+        "factor_width": 16,
+        "factor_warps": 4,
+        "apply_chunk": 32,
+        "apply_width": 16,
+        "apply_warps": 8,
+    },
 }
 
 
@@ -231,9 +242,16 @@ def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool =
     """``a @ b`` accumulated in float32; sides are powers of two, at least 16.
 
     Modes: ``"tf32"`` one pass on operands of 11 bits, ``"tf32x3"`` three passes, accurate to
-    float32, ``"input"`` operands as they are (of one dtype; float32 operands mean ``"tf32x3"``).
+    float32, ``"bf16x3"`` float32 operands split in two bfloat16 ones, 16 bits, whose products cost
+    less than twice ``"tf32"`` (an operand that is bfloat16 is exact and takes one pass less),
+    ``"input"`` operands as they are (of one dtype; float32 operands mean ``"tf32x3"``).
     """
     precision: jax.lax.Precision | jax.lax.DotAlgorithmPreset | None
+    if mode == "bf16x3":
+        (a, *a_low), (b, *b_low) = _bfloat16_terms(a), _bfloat16_terms(b)
+        pairs = [*((x, b) for x in a_low), *((a, x) for x in b_low), (a, b)]
+        passes = [dot(*pair, mode="input", trans_a=trans_a, trans_b=trans_b) for pair in pairs]
+        return sum(passes[1:], passes[0])
     if mode == "input" and a.dtype == b.dtype and a.dtype.itemsize == 2:
         precision = None
     else:
@@ -248,6 +266,15 @@ def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool =
     return jax.lax.dot_general(
         a, b, contract, precision=precision, preferred_element_type=jnp.float32
     )
+
+
+def _bfloat16_terms(x: Array) -> tuple[Array, ...]:
+    """``x`` as a sum of bfloat16 arrays, the largest first."""
+    if x.dtype == jnp.bfloat16:
+        return (x,)
+    x = x.astype(jnp.float32)
+    high = x.astype(jnp.bfloat16)
+    return high, (x - high.astype(jnp.float32)).astype(jnp.bfloat16)
 
 
 def loop(count, body: Callable, init):

@@ -1,15 +1,15 @@
 """Kernels of ``penalty_solve``, forward and backward (``docs/derivation.md``, sections 3 and 4).
 
-The sequence is cut in super-chunks that run side by side. Four kernels a solve:
+The sequence is cut in super-chunks that run side by side. Five kernels a solve:
 
     gram      Σ u uᵀ over each super-chunk
     prefix    its running sum: the penalty M where each super-chunk starts
     invert    A = M⁻¹ there, in place, by symmetric Gauss-Jordan elimination over blocks of 16
-    sweep     the solutions, 16 tokens at a time; A stays in registers (up to D = 128) and is
-              stepped by W
+    factor    W, 16 tokens at a time, with A_t = A − Σ_{s≤t} w_s w_sᵀ: all that is sequential
+    apply     the solutions A_t r_t, 64 tokens at a time: linear attention over the rows of W
 
-The backward solves once more, with the cotangent for right-hand side, and then runs ``gram``,
-``prefix`` and ``du`` from the end: linear attention without decay, backwards.
+The backward applies the same ``A`` and ``W``, which the forward keeps, to the cotangent, and then
+runs ``gram``, ``prefix`` and ``du`` from the end: linear attention without decay, backwards.
 
 Inside this file arrays are padded: ``D`` to a power of two and ``T`` to whole groups, with zeros,
 which are tokens that change nothing.
@@ -321,11 +321,175 @@ def _invert(shape, lambda0, penalty, *, params):
     )(lambda0, penalty)[0]
 
 
-# --- sweep -------------------------------------------------------------------------------------
+# --- the inverse, from one block of tokens to the next ------------------------------------------
 
 
-class _Sweep(NamedTuple):
-    """Static choices of the sweep kernel."""
+class _Inverse(NamedTuple):
+    """``A`` of one super-chunk while a kernel goes through its tokens.
+
+    Up to the table's size it is in registers, in parts of ``width`` rows; a larger one is worked on
+    in place, in the kernel's own copy in memory.
+    """
+
+    start_ref: Any  # A where each super-chunk starts
+    work_ref: Any  # the copy, or None: A stays in registers
+    at: tuple
+    dim: int
+    width: int
+    inverse_lam: Array
+    dot: Any
+
+    def parts(self):
+        return [pl.ds(i, self.width) for i in range(0, self.dim, self.width)]
+
+    def begin(self):
+        """The loop's carry."""
+        if self.work_ref is None:
+            return tuple(self.start_ref[*self.at, part, :] for part in self.parts())
+        for part in self.parts():
+            self.work_ref[*self.at, part, :] = self.start_ref[*self.at, part, :]
+        backend.barrier()
+        return ()
+
+    def times(self, carry, left):
+        """``left A``; ``left(columns)`` loads columns of the left side."""
+        if self.work_ref is None:
+            return sum(self.dot(left(k), a) for k, a in zip(self.parts(), carry, strict=True))
+
+        def add(i, total):
+            k = pl.ds(i * self.width, self.width)
+            return total + self.dot(left(k), self.work_ref[*self.at, k, :])
+
+        tokens = left(pl.ds(0, self.width)).shape[0]
+        zero = jnp.zeros((tokens, self.dim), jnp.float32)
+        return backend.loop(self.dim // self.width, add, zero)
+
+    def step(self, carry, w, columns_of_w, keep):
+        """``A ← A − wᵀ w``, or of a new segment (``keep`` false) ``I/λ₀ − wᵀ w``."""
+
+        def stepped(a, first_row, left):
+            if keep is not None:
+                diagonal = backend.iota(a.shape, 0) + first_row == backend.iota(a.shape, 1)
+                a = jnp.where(keep, a, jnp.where(diagonal, self.inverse_lam, 0))
+            return a - self.dot(left, w, trans_a=True)
+
+        if self.work_ref is None:
+            starts = range(0, self.dim, self.width)
+            lefts = [w] if len(carry) == 1 else [columns_of_w(k) for k in self.parts()]
+            return tuple(map(stepped, carry, starts, lefts))
+        backend.barrier()
+
+        def part(i, carry):
+            k = pl.ds(i * self.width, self.width)
+            a = self.work_ref[*self.at, k, :]
+            self.work_ref[*self.at, k, :] = stepped(a, i * self.width, columns_of_w(k))
+            return carry
+
+        backend.loop(self.dim // self.width, part, np.int32(0))
+        backend.barrier()
+        return carry
+
+
+def _inverse_options(shape, params, kernel):
+    """(rows of a part, whether it is worked on in memory) for ``kernel``, factor or apply."""
+    width = min(shape.dim, params[f"{kernel}_width"])
+    return width, shape.dim > params["resident_dim"]
+
+
+# --- factor ------------------------------------------------------------------------------------
+
+
+def _factor_kernel(*refs, shape, has_direction, segments, in_memory, width, mode):
+    """``W`` of one super-chunk, with ``A_t = A − Σ_{s≤t} w_s w_sᵀ``, from ``A`` at its start.
+
+    16 tokens at a time: ``W = L⁻¹ U A`` with ``L Lᵀ = I + U A Uᵀ``.
+    """
+    refs = list(refs)
+    lam_ref = refs.pop(0)
+    seg_ref = refs.pop(0) if segments else None
+    u_ref, start_ref, w_ref, *work = refs
+    batch, head, start, groups = shape.locate()
+    at = pl.program_id(0), pl.program_id(1)
+    row, col = backend.iota((BLOCK, BLOCK), 0), backend.iota((BLOCK, BLOCK), 1)
+    identity = (row == col).astype(jnp.float32)
+    inverse_lam = 1 / lam_ref[at[0]]
+    dot = functools.partial(backend.dot, mode=mode)
+    matrix = _Inverse(
+        start_ref, work[0] if in_memory else None, at, shape.dim, width, inverse_lam, dot
+    )
+
+    def block(p, carry):
+        token = start + p * BLOCK
+        scale = None
+        if not has_direction:  # the unit key over √D
+            peak, norm = _inverse_norm(_tile(u_ref, batch, token, BLOCK, head).astype(jnp.float32))
+            scale = peak, norm * shape.true_dim**-0.5
+
+        def direction(columns=None):
+            x = _tile(u_ref, batch, token, BLOCK, head, columns).astype(jnp.float32)
+            return x if scale is None else x * scale[0] * scale[1]
+
+        au = matrix.times(carry, direction)
+        u = direction()
+        if seg_ref is None:
+            gram = dot(u, au, trans_b=True)
+        else:
+            seg = seg_ref[batch, pl.ds(token, BLOCK)]
+            running, last = _running(seg_ref, batch, token), seg_ref[batch, token + BLOCK - 1]
+            au = jnp.where((seg == running)[:, None], au, u * inverse_lam)
+            gram = jnp.where(seg[:, None] == seg[None, :], dot(u, au, trans_b=True), 0)
+        w = dot(_half_inverse(gram + identity, 1.0), au)
+        w_ref[batch, pl.ds(token, BLOCK), head, :] = w
+        here = keep = None
+        if seg_ref is not None:
+            here, keep = (seg == last)[:, None], last == running
+            w = jnp.where(here, w, 0)
+
+        def columns_of_w(columns):
+            x = _tile(w_ref, batch, token, BLOCK, head, columns)
+            return x if here is None else jnp.where(here, x, 0)
+
+        if len(carry) > 1:
+            backend.barrier()
+        return matrix.step(carry, w, columns_of_w, keep)
+
+    backend.loop(groups * (GROUP // BLOCK), block, matrix.begin())
+
+
+def _factor(shape, u, lambda0, starts, segment_ids, *, has_direction, mode, params):
+    """``W [B, T, H, D]``, float32."""
+    width, in_memory = _inverse_options(shape, params, "factor")
+    segments = [] if segment_ids is None else [segment_ids]
+    inputs = [lambda0, *segments, u, starts]
+    tokens = (shape.batch, shape.length, shape.heads, shape.dim)
+    outs = [jax.ShapeDtypeStruct(tokens, jnp.float32)]
+    if in_memory:
+        outs.append(jax.ShapeDtypeStruct(starts.shape, jnp.float32))
+    return backend.call(
+        functools.partial(
+            _factor_kernel,
+            shape=shape,
+            has_direction=has_direction,
+            segments=bool(segments),
+            in_memory=in_memory,
+            width=width,
+            mode=mode,
+        ),
+        grid=(shape.streams, shape.supers),
+        in_specs=backend.whole(*inputs),
+        out_specs=backend.whole(*outs),
+        out_shape=outs,
+        num_warps=params["factor_warps"],
+        num_stages=1,
+        name="vla_penalty_factor",
+    )(*inputs)[0]
+
+
+# --- apply -------------------------------------------------------------------------------------
+
+
+class _Apply(NamedTuple):
+    """Static choices of the apply kernel."""
 
     backward: bool
     has_direction: bool
@@ -334,23 +498,25 @@ class _Sweep(NamedTuple):
     segments: bool
     has_d_normalized: bool
     has_d_raw: bool
+    keep_exact: bool
     mode: str
-    rows: int  # rows of A taken at a time; all of them: A stays in registers
-    width: int  # there, rows of one part
+    chunk: int
+    width: int
+    in_memory: bool
 
 
-def _sweep_kernel(*refs, shape, config):
-    """Solutions of one super-chunk, ``A`` at its start given; ``A`` is stepped in place.
+def _apply_kernel(*refs, shape, config):
+    """``x_t = A_t r_t`` over one super-chunk: linear attention with ``−w`` for keys and values.
 
-    Forward: the right-hand side is the (normalised) key and what is written is the write key and
-    its gain. Backward: the right-hand side is the cotangent of the solution, formed here from that
-    of the write key; written are ``b = β / gain`` and, with a direction, the cotangent of the key.
+    Forward: the right-hand side is the (normalised) key and what is written is the write key, its
+    gain and, if its dtype is not float32, the write key once more before rounding. Backward: the
+    right-hand side is the cotangent of the solution, formed here from that of the write key;
+    written are ``b = β / gain`` and, with a direction, the cotangent of the key.
     """
-    backward, gain_kind, mode = config.backward, config.write_gain, config.mode
+    backward, gain_kind, chunk = config.backward, config.write_gain, config.chunk
     refs = list(refs)
     lam_ref = refs.pop(0)
     seg_ref = refs.pop(0) if config.segments else None
-    direction_ref = refs.pop(0) if config.has_direction else None
     needs_key = not backward or config.normalize_rhs or gain_kind == "projection"
     key_ref = refs.pop(0) if needs_key else None
     if backward:
@@ -358,121 +524,63 @@ def _sweep_kernel(*refs, shape, config):
         gain_ref = refs.pop(0) if gain_kind else None
         d_normalized_ref = refs.pop(0) if config.has_d_normalized else None
         d_raw_ref = refs.pop(0) if config.has_d_raw else None
-    refs.pop(0)  # A, the same memory as the first output
-    a_ref, w_ref, out_ref, *more = refs
+    w_in_ref, start_ref, out_ref, *more = refs
+    work_ref = more.pop() if config.in_memory else None
 
-    dot = functools.partial(backend.dot, mode=mode)
+    dot = functools.partial(backend.dot, mode=config.mode)
     batch, head, start, groups = shape.locate()
     at = pl.program_id(0), pl.program_id(1)
     inverse_lam = 1 / lam_ref[at[0]]
-    row, col = backend.iota((BLOCK, BLOCK), 0), backend.iota((BLOCK, BLOCK), 1)
-    resident = config.rows == shape.dim
-    parts = [pl.ds(i, config.width) for i in range(0, shape.dim, config.width)]
+    causal = backend.iota((chunk, chunk), 0) >= backend.iota((chunk, chunk), 1)
+    matrix = _Inverse(start_ref, work_ref, at, shape.dim, config.width, inverse_lam, dot)
 
-    def load(ref, token, columns=None):
-        return _tile(ref, batch, token, BLOCK, head, columns).astype(jnp.float32)
+    def step(p, carry):
+        """The next ``chunk`` tokens."""
+        carry, total = carry
+        token = start + p * chunk
+        here = pl.ds(token, chunk)
 
-    def block(p, carry):
-        """The next 16 tokens."""
-        inverse, total = carry
-        token = start + p * BLOCK
-        here = pl.ds(token, BLOCK)
-        if seg_ref is not None:
-            seg = seg_ref[batch, here]
-            running, last = _running(seg_ref, batch, token), seg_ref[batch, token + BLOCK - 1]
-            cont = (seg == running)[:, None]
+        def load(ref, columns=None):
+            return _tile(ref, batch, token, chunk, head, columns).astype(jnp.float32)
 
         peak = norm = None
         if config.normalize_rhs:
-            peak, norm = _inverse_norm(load(key_ref, token))
+            peak, norm = _inverse_norm(load(key_ref))
 
         def key(columns=None):
-            x = load(key_ref, token, columns)
+            x = load(key_ref, columns)
             return x * peak * norm if config.normalize_rhs else x
-
-        def direction(columns=None):
-            if config.has_direction:
-                return load(direction_ref, token, columns)
-            return key(columns) * shape.true_dim**-0.5
 
         gain = overlap = None
         if backward and gain_kind:
             gain = gain_ref[batch, here, head][:, None]
-            overlap = _row_dot(load(d_solution_ref, token), load(solution_ref, token))
+            overlap = _row_dot(load(d_solution_ref), load(solution_ref))
 
         def rhs(columns=None):
             if not backward:
                 return key(columns)
-            x = load(d_solution_ref, token, columns)
+            x = load(d_solution_ref, columns)
             if gain_kind == "unit":
-                x = x - overlap * load(solution_ref, token, columns)
+                x = x - overlap * load(solution_ref, columns)
             elif gain_kind == "projection":
                 x = x - overlap * key(columns)
             return x * gain if gain_kind else x
 
-        lefts = [rhs, direction] if config.has_direction or backward else [rhs]
-
-        def through(i, products):
-            """Adds ``left[:, k] A[k, :]`` for one block ``k`` of rows of ``A``."""
-            k = pl.ds(i * config.rows, config.rows)
-            a = a_ref[*at, k, :]
-            return tuple(x + dot(left(k), a) for x, left in zip(products, lefts, strict=True))
-
-        if resident:
-            products = [
-                sum(dot(left(k), a) for k, a in zip(parts, inverse, strict=True)) for left in lefts
-            ]
-        else:
-            zeros = jnp.zeros((BLOCK, shape.dim), jnp.float32)
-            products = backend.loop(shape.dim // config.rows, through, (zeros,) * len(lefts))
-        r = rhs()
-        ar = products[0]
+        visible, in_last, keep = causal, None, None
+        x = matrix.times(carry, rhs)
+        r, w = rhs(), load(w_in_ref)
         if seg_ref is not None:
-            ar = jnp.where(cont, ar, r * inverse_lam)
-        if len(lefts) == 2:
-            u, au = direction(), products[1]
-            if seg_ref is not None:
-                au = jnp.where(cont, au, u * inverse_lam)
-        else:
-            u, au = r * shape.true_dim**-0.5, ar * shape.true_dim**-0.5
+            seg = seg_ref[batch, here]
+            running, last = _running(seg_ref, batch, token), seg_ref[batch, token + chunk - 1]
+            x = jnp.where((seg == running)[:, None], x, r * inverse_lam)
+            visible = causal & (seg[:, None] == seg[None, :])
+            in_last, keep = (seg == last)[:, None], last == running
+        x -= dot(jnp.where(visible, dot(r, w, trans_b=True), 0), w)
 
-        causal = row >= col
-        gram = dot(u, au, trans_b=True)
-        if seg_ref is not None:
-            same = seg[:, None] == seg[None, :]
-            causal &= same
-            gram = jnp.where(same, gram, 0)
-        half = _half_inverse(gram + (row == col).astype(jnp.float32), 1.0)
-        w = dot(half, au)
-        x = ar - dot(jnp.where(causal, dot(r, w, trans_b=True), 0), w)
+        def of_last(w):
+            return w if in_last is None else jnp.where(in_last, w, 0)
 
-        # A ← A − Wᵀ W, of the segment that runs at the block's end.
-        if seg_ref is not None:
-            w = jnp.where((seg == last)[:, None], w, 0)
-
-        def kept(a, first_row=0):
-            if seg_ref is None:
-                return a
-            diagonal = backend.iota(a.shape, 0) + first_row == backend.iota(a.shape, 1)
-            return jnp.where(last == running, a, jnp.where(diagonal, inverse_lam, 0))
-
-        def update(i, carry):
-            tile = pl.ds(i * config.rows, config.rows)
-            a = kept(a_ref[*at, tile, :], i * config.rows)
-            a_ref[*at, tile, :] = a - dot(w_ref[*at, :, tile], w, trans_a=True)
-            return carry
-
-        if resident:
-            lefts = jnp.split(w, len(parts), axis=1) if len(parts) > 1 else [w]
-            inverse = tuple(
-                kept(a, i * config.width) - dot(left, w, trans_a=True)
-                for i, (a, left) in enumerate(zip(inverse, lefts, strict=True))
-            )
-        else:
-            w_ref[*at] = w
-            backend.barrier()
-            backend.loop(shape.dim // config.rows, update, np.int32(0))
-            backend.barrier()
+        carry = matrix.step(carry, of_last(w), lambda k: of_last(load(w_in_ref, k)), keep)
 
         if not backward:
             if gain_kind is not None:
@@ -483,65 +591,62 @@ def _sweep_kernel(*refs, shape, config):
                     inner = _row_dot(x, r)
                     gain = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1), 0)
                 else:
-                    gain = jnp.ones((BLOCK, 1), jnp.float32)
+                    gain = jnp.ones((chunk, 1), jnp.float32)
                 x = x * gain
                 more[0][batch, here, head] = jnp.sum(gain, axis=1)
             out_ref[batch, here, head, :] = x.astype(out_ref.dtype)
-            return inverse, total
+            if config.keep_exact:
+                more[-1][batch, here, head, :] = x
+            return carry, total
 
-        solution = load(solution_ref, token)
+        solution = load(solution_ref)
         b = x
         if gain_kind:
             b = x * jnp.where(gain > 0, 1 / jnp.where(gain > 0, gain, 1), 0)
-        out_ref[batch, here, head, :] = b.astype(out_ref.dtype)
+        out_ref[batch, here, head, :] = b
         if config.has_direction:
             if gain_kind == "projection":
                 x -= overlap * solution
             if config.has_d_normalized:
-                x += load(d_normalized_ref, token)
+                x += load(d_normalized_ref)
             if config.normalize_rhs:
                 unit = key()
                 x = (x - _row_dot(x, unit) * unit) * norm * peak
             if config.has_d_raw:
-                x += load(d_raw_ref, token)
+                x += load(d_raw_ref)
             more[1][batch, here, head, :] = x.astype(more[1].dtype)
-        return inverse, total + jnp.sum(jnp.sum(b * solution, axis=1))
+        return carry, total + jnp.sum(jnp.sum(b * solution, axis=1))
 
-    inverse = tuple(a_ref[*at, k, :] for k in parts) if resident else ()
-    blocks = groups * (GROUP // BLOCK)
-    _, total = backend.loop(blocks, block, (inverse, jnp.float32(0)))
+    _, total = backend.loop(groups * (GROUP // chunk), step, (matrix.begin(), jnp.float32(0)))
     if backward:
         more[0][*at] = total
 
 
-def _sweep(shape, config, inputs, inverse, token_dtypes, *, params):
-    """Runs the kernel: ``(out, gain?)``, or backward ``(b, parts of −dλ₀, d_rhs?)``."""
+def _apply(shape, config, lambda0, segment_ids, tokens, w, starts, dtype, *, params):
+    """Runs the kernel: ``(out, gain?, exact?)``, or backward ``(b, parts of −dλ₀, d_rhs?)``."""
     struct = jax.ShapeDtypeStruct
-    tokens = (shape.batch, shape.length, shape.heads, shape.dim)
-    outs = [
-        struct(inverse.shape, jnp.float32),
-        struct((shape.streams, shape.supers, BLOCK, shape.dim), jnp.float32),
-        struct(tokens, token_dtypes[0]),
-    ]
+    size = (shape.batch, shape.length, shape.heads, shape.dim)
     if config.backward:
-        outs.append(struct((shape.streams, shape.supers), jnp.float32))
-        if config.has_direction:
-            outs.append(struct(tokens, token_dtypes[1]))
-    elif config.write_gain is not None:
-        outs.append(struct(tokens[:3], jnp.float32))
-    inputs = [*inputs, inverse]
-    _, _, *results = backend.call(
-        functools.partial(_sweep_kernel, shape=shape, config=config),
+        outs = [struct(size, jnp.float32), struct((shape.streams, shape.supers), jnp.float32)]
+        outs += [struct(size, dtype)] if config.has_direction else []
+    else:
+        outs = [struct(size, dtype)]
+        outs += [] if config.write_gain is None else [struct(size[:3], jnp.float32)]
+        outs += [struct(size, jnp.float32)] if config.keep_exact else []
+    if config.in_memory:
+        outs.append(struct(starts.shape, jnp.float32))
+    inputs = [x for x in (lambda0, segment_ids, *tokens, w, starts) if x is not None]
+    results = backend.call(
+        functools.partial(_apply_kernel, shape=shape, config=config),
         grid=(shape.streams, shape.supers),
         in_specs=backend.whole(*inputs),
         out_specs=backend.whole(*outs),
         out_shape=outs,
-        input_output_aliases={len(inputs) - 1: 0},
-        num_warps=params["sweep_warps"],
-        num_stages=params["sweep_stages"],
-        name="vla_penalty_solve_backward" if config.backward else "vla_penalty_solve",
+        num_warps=params["apply_warps"],
+        num_stages=params["apply_stages"],
+        name="vla_penalty_apply_backward" if config.backward else "vla_penalty_apply",
     )(*inputs)
-    return results
+    return results[:-1] if config.in_memory else results
 
 
 # --- du ----------------------------------------------------------------------------------------
@@ -556,7 +661,6 @@ def _du_kernel(*refs, shape, segments, directions, mode, width):
     at = pl.program_id(0), pl.program_id(1)
     columns = pl.ds(pl.program_id(2) * width, width)
     row, col = backend.iota((GROUP, GROUP), 0), backend.iota((GROUP, GROUP), 1)
-    wide = "tf32" if mode == "input" else mode
 
     def step(i, state):
         token = start + (count - 1 - i) * GROUP
@@ -566,7 +670,7 @@ def _du_kernel(*refs, shape, segments, directions, mode, width):
         if directions:
             u = _unit(u) * shape.true_dim**-0.5
         later = row <= col
-        du = backend.dot(u, state, mode=wide)
+        du = backend.dot(u, state, mode=mode)
         a_cont, b_cont = a, b
         if seg_ref is not None:
             seg = seg_ref[batch, pl.ds(token, GROUP)]
@@ -577,12 +681,9 @@ def _du_kernel(*refs, shape, segments, directions, mode, width):
             state = jnp.where(last == running, state, 0)
             cont = (seg == running)[:, None]
             a_cont, b_cont = (jnp.where(cont, x, jnp.zeros_like(x)) for x in (a, b))
-        scores = [
-            backend.dot(u.astype(x.dtype) if mode == "input" else u, x, mode=mode, trans_b=True)
-            for x in (a, b)
-        ]
-        for score, x in zip(scores, (b_part, a_part), strict=True):
-            du += backend.dot(jnp.where(later, score, 0), x, mode=wide)
+        for x, part in ((a, b_part), (b, a_part)):
+            score = jnp.where(later, backend.dot(u, x, mode=mode, trans_b=True), 0)
+            du += backend.dot(score, part, mode=mode)
         state += backend.dot(a_cont, b_part, mode=mode, trans_a=True)
         state += backend.dot(b_cont, a_part, mode=mode, trans_a=True)
         out_ref[batch, pl.ds(token, GROUP), head, columns] = (-du).astype(out_ref.dtype)
@@ -618,7 +719,7 @@ def _du(shape, u, a, b, states, segment_ids, dtype, *, directions, mode, params)
 # --- the primitive -----------------------------------------------------------------------------
 
 
-def _prepare(tokens, lambda0, initial_penalty, segment_ids, params):
+def _prepare(tokens, lambda0, segment_ids, params):
     """Padded arrays, the static sizes and the parameters of one call."""
     reference = tokens[0]
     batch, length, heads, dim = reference.shape
@@ -654,13 +755,43 @@ def _unsquare(x: Array, shape: _Shape) -> Array:
     return x.reshape(shape.batch, shape.heads, *x.shape[1:])
 
 
-def _inverses(shape, rhs, direction, lambda0, initial, segment_ids, precision, params):
-    """``A`` at the start of every super-chunk, and the penalty after the last token."""
-    u = rhs if direction is None else direction
-    mode = backend.dot_mode(u.dtype, precision, wide=direction is None)
-    gram = _gram(shape, [u], segment_ids, directions=direction is None, mode=mode, params=params)
+def _factors(shape, rhs, direction, lambda0, initial, segment_ids, precision, params):
+    """``A`` at the start of every super-chunk, ``W``, and the penalty after the last token."""
+    u, has_direction = (rhs, False) if direction is None else (direction, True)
+    mode = backend.dot_mode(u.dtype, precision, wide=not has_direction)
+    gram = _gram(shape, [u], segment_ids, directions=not has_direction, mode=mode, params=params)
     starts, penalty = _prefix(shape, gram, lambda0, initial, segment_ids)
-    return _invert(shape, lambda0, starts, params=params), penalty
+    starts = _invert(shape, lambda0, starts, params=params)
+    w = _factor(
+        shape,
+        u,
+        lambda0,
+        starts,
+        segment_ids,
+        has_direction=has_direction,
+        mode=backend.dot_mode(u.dtype, precision, wide=True),
+        params=params,
+    )
+    return (starts, w), penalty
+
+
+def _applied(shape, dtype, direction, segment_ids, normalize_rhs, write_gain, precision, params):
+    """The choices of the apply kernel that forward and backward share."""
+    width, in_memory = _inverse_options(shape, params, "apply")
+    return _Apply(
+        backward=False,
+        has_direction=direction is not None,
+        normalize_rhs=normalize_rhs,
+        write_gain=write_gain,
+        segments=segment_ids is not None,
+        has_d_normalized=False,
+        has_d_raw=False,
+        keep_exact=False,
+        mode=backend.dot_mode(dtype, precision, wide=True),
+        chunk=params["apply_chunk"],
+        width=width,
+        in_memory=in_memory,
+    )
 
 
 def _check(direction, normalize_rhs, write_gain):
@@ -681,8 +812,8 @@ def forward(
     write_gain: str | None = None,
     precision=None,
     params: Mapping[str, Any] | None = None,
-) -> tuple[Array, Array | None, Array]:
-    """Solves for every token: ``(solution, gain, penalty)``.
+) -> tuple[Array, Array | None, Array, tuple[Array, Array, Array]]:
+    """Solves for every token: ``(solution, gain, penalty, kept)``.
 
     Args:
       rhs: ``[B, T, H, D]``, the right-hand sides; raw keys with ``normalize_rhs``.
@@ -697,49 +828,39 @@ def forward(
 
     Returns:
       The solution ``[B, T, H, D]`` in the dtype of ``rhs``; the gain ``[B, T, H]`` float32, None
-      without ``write_gain``; the last penalty ``[B, H, D, D]`` float32.
+      without ``write_gain``; the last penalty ``[B, H, D, D]`` float32; and what ``backward`` needs
+      of it all, float32 and padded: ``A`` where super-chunks start ``[B, H, supers, D, D]``, ``W``
+      and the solution before rounding.
     """
     _check(direction, normalize_rhs, write_gain)
     length, dtype = rhs.shape[1], rhs.dtype
     (rhs, direction), lambda0, segment_ids, shape, params = _prepare(
-        [rhs, direction], lambda0, initial_penalty, segment_ids, params
+        [rhs, direction], lambda0, segment_ids, params
     )
-    inverse, penalty = _inverses(
-        shape,
-        rhs,
-        direction,
-        lambda0,
-        _square(initial_penalty, shape),
-        segment_ids,
-        precision,
-        params,
+    initial = _square(initial_penalty, shape)
+    (starts, w), penalty = _factors(
+        shape, rhs, direction, lambda0, initial, segment_ids, precision, params
     )
-    config = _Sweep(
-        backward=False,
-        has_direction=direction is not None,
-        normalize_rhs=normalize_rhs,
-        write_gain=write_gain,
-        segments=segment_ids is not None,
-        has_d_normalized=False,
-        has_d_raw=False,
-        mode=backend.dot_mode(dtype, precision, wide=True),
-        rows=min(shape.dim, params["sweep_rows"]),
-        width=min(shape.dim, params["sweep_width"]),
+    config = _applied(
+        shape, dtype, direction, segment_ids, normalize_rhs, write_gain, precision, params
+    )._replace(keep_exact=dtype != jnp.float32)
+    solution, *more = _apply(
+        shape, config, lambda0, segment_ids, [rhs], w, starts, dtype, params=params
     )
-    inputs = [x for x in (lambda0, segment_ids, direction, rhs) if x is not None]
-    solution, *gain = _sweep(shape, config, inputs, inverse, [dtype], params=params)
+    exact = more.pop() if config.keep_exact else solution
+    gain = more[0][:, :length] if more else None
+    kept = starts.reshape(shape.batch, shape.heads, *starts.shape[1:]), w, exact
     solution = solution[:, :length, :, : shape.true_dim]
-    return solution, gain[0][:, :length] if gain else None, _unsquare(penalty, shape)
+    return solution, gain, _unsquare(penalty, shape), kept
 
 
 def backward(
     rhs: Array,
     direction: Array | None,
     lambda0: Array,
-    initial_penalty: Array,
     segment_ids: Array | None,
-    solution: Array,
     gain: Array | None,
+    kept: tuple[Array, Array, Array],
     d_solution: Array,
     d_penalty: Array,
     *,
@@ -752,78 +873,59 @@ def backward(
 ) -> tuple[Array, Array | None, Array, Array]:
     """Cotangents of ``rhs, direction, lambda0, initial_penalty`` from those of ``forward``.
 
+    ``gain`` and ``kept`` are those of ``forward``, called with the same parameters.
     ``d_normalized_rhs`` and ``d_raw_rhs`` are further cotangents of the normalised and of the given
     right-hand side; they are added before and after the normalisation's backward. The cotangent of
     ``direction`` is None if it was, and then part of that of ``rhs``.
+
+    Solutions and ``b`` stay in float32 here, and multiply in float32 or as two bfloat16 terms: with
+    an ill-conditioned penalty ``u`` is nearly orthogonal to both, and rounding them would leave
+    nothing of the cotangent of ``u``.
     """
     _check(direction, normalize_rhs, write_gain)
     length, dtype = rhs.shape[1], rhs.dtype
-    tokens = [rhs, direction, solution, d_solution, d_normalized_rhs, d_raw_rhs]
-    given = direction
-    tokens, lambda0, segment_ids, shape, params = _prepare(
-        tokens, lambda0, initial_penalty, segment_ids, params
-    )
-    rhs, direction, solution, d_solution, d_normalized, d_raw = tokens
+    starts, w, solution = kept
+    tokens = [rhs, direction, d_solution, d_normalized_rhs, d_raw_rhs]
+    tokens, lambda0, segment_ids, shape, params = _prepare(tokens, lambda0, segment_ids, params)
+    rhs, direction, d_solution, d_normalized, d_raw = tokens
+    starts = starts.reshape(shape.streams, *starts.shape[2:])
+    fused = direction is not None
     if gain is not None:
         gain = jnp.pad(gain, ((0, 0), (0, shape.length - length), (0, 0)))
-    inverse, _ = _inverses(
-        shape,
-        rhs,
-        direction,
-        lambda0,
-        _square(initial_penalty, shape),
-        segment_ids,
-        precision,
-        params,
-    )
-    config = _Sweep(
+    config = _applied(
+        shape, dtype, direction, segment_ids, normalize_rhs, write_gain, precision, params
+    )._replace(
         backward=True,
-        has_direction=direction is not None,
-        normalize_rhs=normalize_rhs,
-        write_gain=write_gain,
-        segments=segment_ids is not None,
-        has_d_normalized=d_normalized is not None,
-        has_d_raw=d_raw is not None,
-        mode=backend.dot_mode(dtype, precision, wide=True),
-        rows=min(shape.dim, params["sweep_rows"]),
-        width=min(shape.dim, params["sweep_width"]),
+        has_d_normalized=fused and d_normalized is not None,
+        has_d_raw=fused and d_raw is not None,
     )
-    fused = direction is not None
-    needs_key = normalize_rhs or write_gain == "projection"
-    inputs = [
-        lambda0,
-        segment_ids,
-        direction,
-        rhs if needs_key else None,
+    operands = [
+        rhs if normalize_rhs or write_gain == "projection" else None,
         solution,
         d_solution,
         gain if write_gain else None,
-        d_normalized,
-        d_raw,
+        d_normalized if fused else None,
+        d_raw if fused else None,
     ]
-    b, overlap, *d_rhs = _sweep(
-        shape,
-        config,
-        [x for x in inputs if x is not None],
-        inverse,
-        [dtype, dtype],
-        params=params,
+    b, overlap, *d_rhs = _apply(
+        shape, config, lambda0, segment_ids, operands, w, starts, dtype, params=params
     )
     d_lambda0 = -overlap.reshape(shape.batch, shape.heads, -1).sum(-1)
 
-    mode = backend.dot_mode(dtype, precision, wide=False)
+    mode = backend.dot_mode(dtype, precision, wide=True)
+    mode = "bf16x3" if mode == "tf32" and dtype != jnp.float32 else mode
     x = _square(d_penalty, shape)
     outer = _gram(shape, [solution, b], segment_ids, mode=mode, params=params)
     ridge = jnp.zeros_like(lambda0)
     states, start = _prefix(shape, outer, ridge, -(x + x.swapaxes(1, 2)), segment_ids, reverse=True)
     d_u = _du(
         shape,
-        rhs if direction is None else direction,
+        direction if fused else rhs,
         solution,
         b,
         states,
         segment_ids,
-        given.dtype if fused else jnp.float32,
+        direction.dtype if fused else jnp.float32,
         directions=not fused,
         mode=mode,
         params=params,
@@ -832,16 +934,20 @@ def backward(
     if fused:
         d_rhs, d_direction = d_rhs[0][cut], d_u[cut]
     else:
-        d_rhs, d_direction = _key_cotangent(shape, config, tokens, gain, b, d_u)[cut], None
+        d_rhs, d_direction = (
+            _key_cotangent(shape, config, tokens, solution, gain, b, d_u)[cut],
+            None,
+        )
     return d_rhs, d_direction, d_lambda0, _unsquare(start, shape) / -2
 
 
-def _key_cotangent(shape, config, tokens, gain, b, d_u) -> Array:
+def _key_cotangent(shape, config, tokens, solution, gain, b, d_u) -> Array:
     """The cotangent of the raw key where the direction is made from it too."""
-    rhs, _, solution, d_solution, d_normalized, d_raw = (
+    dtype = tokens[0].dtype
+    rhs, _, d_solution, d_normalized, d_raw = (
         None if x is None else x.astype(jnp.float32) for x in tokens
     )
-    x = b.astype(jnp.float32) * (1 if gain is None else gain[..., None])
+    x = b * (1 if gain is None else gain[..., None])
     x += d_u * shape.true_dim**-0.5
     if config.write_gain == "projection":
         x -= jnp.sum(d_solution * solution, axis=-1, keepdims=True) * solution
@@ -850,4 +956,4 @@ def _key_cotangent(shape, config, tokens, gain, b, d_u) -> Array:
     inverse = numerics.inverse_norm(rhs)
     unit = rhs * inverse
     x = (x - jnp.sum(x * unit, axis=-1, keepdims=True) * unit) * inverse
-    return (x if d_raw is None else x + d_raw).astype(b.dtype)
+    return (x if d_raw is None else x + d_raw).astype(dtype)
