@@ -27,20 +27,20 @@ MAX_DIM = 256
 # Tile sizes and launch parameters: (device kind or None for any, primitive, largest D it is for).
 # The entry with the smallest sufficient D is used; ``params=`` of a primitive overrides it.
 _SOLVE: dict[str, Any] = {
-    "max_super_chunk": 512,  # tokens that one inverse of the penalty serves
+    "max_super_chunk": 1024,  # tokens that one inverse of the penalty serves
     "min_super_chunk": 128,
+    "fill": 1024,  # programs that fill the device
     "gram_width": 64,  # columns of a tile of the sums of outer products
     "gram_warps": 4,
     "gram_stages": 2,
     "invert_rows": 64,  # rows of the penalty taken at a time; all D: it stays in registers
     "invert_warps": 2,
-    "resident_dim": 128,  # largest D of which factor and apply keep A in registers
+    "resident_dim": 128,  # largest D of which factor keeps A in registers
     "factor_width": 64,  # rows of A taken at a time
     "factor_warps": 1,
-    "apply_chunk": 64,  # tokens at a time
+    "apply_chunk": 64,  # tokens of a program of apply, and between two A that are kept
     "apply_width": 64,  # rows of A taken at a time
     "apply_warps": 4,
-    "apply_stages": 1,
     "du_width": 64,
     "du_warps": 4,
     "du_stages": 1,
@@ -48,15 +48,15 @@ _SOLVE: dict[str, Any] = {
 TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {
     (None, "penalty_solve", 64): _SOLVE,
     (None, "penalty_solve", 128): _SOLVE
-    | {"invert_rows": 128, "invert_warps": 4, "factor_warps": 4, "apply_warps": 8},
+    | {"fill": 512, "invert_rows": 128, "invert_warps": 4, "factor_warps": 4, "apply_warps": 8},
     (None, "penalty_solve", 256): _SOLVE
     | {
+        "gram_stages": 1,
         "invert_rows": 32,
         "invert_warps": 4,
         "factor_width": 16,
         "factor_warps": 4,
-        "apply_chunk": 32,
-        "apply_width": 16,
+        "apply_width": 32,
         "apply_warps": 8,
     },
 }
@@ -238,8 +238,10 @@ def _precision(name) -> jax.lax.Precision:
     return jax.lax.Precision(name) if not isinstance(name, jax.lax.Precision) else name
 
 
-def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool = False) -> Array:
+def dot(a, b, *, mode: str, trans_a: bool = False, trans_b: bool = False) -> Array:
     """``a @ b`` accumulated in float32; sides are powers of two, at least 16.
+
+    An operand may be a tuple: of one array, or with ``"bf16x3"`` of two that are its terms.
 
     Modes: ``"tf32"`` one pass on operands of 11 bits, ``"tf32x3"`` three passes, accurate to
     float32, ``"bf16x3"`` float32 operands split in two bfloat16 ones, 16 bits, whose products cost
@@ -252,6 +254,7 @@ def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool =
         pairs = [*((x, b) for x in a_low), *((a, x) for x in b_low), (a, b)]
         passes = [dot(*pair, mode="input", trans_a=trans_a, trans_b=trans_b) for pair in pairs]
         return sum(passes[1:], passes[0])
+    a, b = (x[0] if isinstance(x, tuple) else x for x in (a, b))
     if mode == "input" and a.dtype == b.dtype and a.dtype.itemsize == 2:
         precision = None
     else:
@@ -268,8 +271,11 @@ def dot(a: Array, b: Array, *, mode: str, trans_a: bool = False, trans_b: bool =
     )
 
 
-def _bfloat16_terms(x: Array) -> tuple[Array, ...]:
+def _bfloat16_terms(x: Array | tuple[Array, ...]) -> tuple[Array, ...]:
     """``x`` as a sum of bfloat16 arrays, the largest first."""
+    if isinstance(x, tuple) and len(x) > 1:
+        return x
+    (x,) = x if isinstance(x, tuple) else (x,)
     if x.dtype == jnp.bfloat16:
         return (x,)
     x = x.astype(jnp.float32)

@@ -6,7 +6,7 @@ The sequence is cut in super-chunks that run side by side. Five kernels a solve:
     prefix    its running sum: the penalty M where each super-chunk starts
     invert    A = M⁻¹ there, in place, by symmetric Gauss-Jordan elimination over blocks of 16
     factor    W, 16 tokens at a time, with A_t = A − Σ_{s≤t} w_s w_sᵀ: all that is sequential
-    apply     the solutions A_t r_t, 64 tokens at a time: linear attention over the rows of W
+    apply     the solutions A_t r_t, all chunks side by side
 
 The backward applies the same ``A`` and ``W``, which the forward keeps, to the cotangent, and then
 runs ``gram``, ``prefix`` and ``du`` from the end: linear attention without decay, backwards.
@@ -33,7 +33,6 @@ from vla_jax.types import Array
 BLOCK = 16  # tokens of a block of the sweep, and rows of a block of the elimination
 GROUP = 64  # T is padded to a multiple of it
 TINY = 2.0**-126  # the smallest normal float32
-PROGRAMS = 2048  # programs that fill the device
 
 
 class _Shape(NamedTuple):
@@ -46,6 +45,7 @@ class _Shape(NamedTuple):
     true_dim: int
     supers: int
     super_chunk: int
+    chunk: int  # tokens of a program of apply
 
     @property
     def streams(self) -> int:
@@ -60,15 +60,16 @@ class _Shape(NamedTuple):
 
 
 def super_chunk_length(length: int, streams: int, params: Mapping[str, Any]) -> int:
-    """Tokens of a super-chunk: as many as still give ``PROGRAMS``, within the table's range.
+    """Tokens of a super-chunk: as many as give the table's ``fill`` of programs.
 
     Long ones amortise the inverse at their start, short ones give more programs; with few heads the
     sequence itself is split until the device is full.
     """
     chunk = params["max_super_chunk"]
-    while chunk > params["min_super_chunk"] and streams * -(-length // chunk) < PROGRAMS:
+    while chunk > params["min_super_chunk"] and streams * -(-length // chunk) < params["fill"]:
         chunk //= 2
-    return max(GROUP, min(chunk, -(-length // GROUP) * GROUP))
+    unit = max(GROUP, params["apply_chunk"])
+    return max(unit, min(chunk, -(-length // unit) * unit))
 
 
 # --- pieces of kernels -------------------------------------------------------------------------
@@ -118,6 +119,11 @@ def _tile(ref, batch, start, size, head, columns=None) -> Array:
     return ref[batch, pl.ds(start, size), head, columns]
 
 
+def _where(condition: Array, terms: tuple[Array, ...]) -> tuple[Array, ...]:
+    """The terms where the condition holds, else zeros."""
+    return tuple(jnp.where(condition, x, jnp.zeros_like(x)) for x in terms)
+
+
 def _running(seg_ref, batch, start):
     """The segment that runs where ``start`` begins: that of the token before."""
     return seg_ref[batch, jnp.maximum(start - 1, 0)]
@@ -132,55 +138,53 @@ def _unit(x: Array) -> Array:
 # --- gram --------------------------------------------------------------------------------------
 
 
-def _gram_kernel(*refs, shape, directions, symmetric, segments, mode, width):
-    """``Σ xᵀ y`` of the super-chunk, or ``Σ xᵀ y + yᵀ x``; columns of one block of ``width``.
+def _gram_kernel(*refs, shape, terms, directions, reverse, segments, mode, width):
+    """``Σ xᵀ y`` of the super-chunk; columns of one block of ``width``.
 
-    Sums over the tokens of the segment at the super-chunk's end (the penalty), or, for the
-    symmetric form, of the segment at its start (it runs backwards).
+    ``x`` and ``y`` are given as sums of ``terms`` arrays each, or are one and the same. Sums over
+    the tokens of the segment at the super-chunk's end or, with ``reverse``, at its start.
     """
     *inputs, out_ref = refs
     seg_ref = inputs.pop() if segments else None
-    x_ref, y_ref = inputs[0], inputs[-1]
+    x_refs, y_refs = inputs[:terms], inputs[-terms:]
     batch, head, start, count = shape.locate()
     columns = pl.ds(pl.program_id(2) * width, width)
     if seg_ref is not None:
         end = start + count * GROUP
-        wanted = _running(seg_ref, batch, start) if symmetric else seg_ref[batch, end - 1]
+        wanted = _running(seg_ref, batch, start) if reverse else seg_ref[batch, end - 1]
 
     def step(i, total):
         where = batch, start + i * GROUP, GROUP, head
-        x, y = _tile(x_ref, *where), _tile(y_ref, *where, columns)
-        pairs = [(x, y)]
+        x = tuple(_tile(ref, *where) for ref in x_refs)
+        y = tuple(_tile(ref, *where, columns) for ref in y_refs)
         if directions:  # of unit keys
-            x = x.astype(jnp.float32)
-            peak, norm = _inverse_norm(x)
+            full = x[0].astype(jnp.float32)
+            peak, norm = _inverse_norm(full)
             norm = norm * shape.true_dim**-0.5
-            pairs = [(x * peak * norm, y.astype(jnp.float32) * peak * norm)]
-        if symmetric:
-            pairs.append((_tile(y_ref, *where), _tile(x_ref, *where, columns)))
-        for x, y in pairs:
-            if seg_ref is not None:
-                seg = seg_ref[batch, pl.ds(start + i * GROUP, GROUP)]
-                x = jnp.where((seg == wanted)[:, None], x, jnp.zeros_like(x))
-            total += backend.dot(x, y, mode=mode, trans_a=True)
-        return total
+            x, y = (full * peak * norm,), (y[0].astype(jnp.float32) * peak * norm,)
+        if seg_ref is not None:
+            seg = seg_ref[batch, pl.ds(start + i * GROUP, GROUP)]
+            x = _where((seg == wanted)[:, None], x)
+        return total + backend.dot(x, y, mode=mode, trans_a=True)
 
     out_ref[pl.program_id(0), pl.program_id(1), :, columns] = backend.loop(
         count, step, jnp.zeros((shape.dim, width), jnp.float32)
     )
 
 
-def _gram(shape, tokens, segment_ids, *, directions=False, mode, params):
+def _gram(shape, x, y, segment_ids, *, directions=False, reverse=False, mode, params):
+    """``x``, ``y``: tuples of as many terms; ``y`` None if it is ``x``."""
     width = min(shape.dim, params["gram_width"])
     segments = [] if segment_ids is None else [segment_ids]
-    inputs = [*tokens, *segments]
+    inputs = [*x, *(y or ()), *segments]
     out = jax.ShapeDtypeStruct((shape.streams, shape.supers, shape.dim, shape.dim), jnp.float32)
     return backend.call(
         functools.partial(
             _gram_kernel,
             shape=shape,
+            terms=len(x),
             directions=directions,
-            symmetric=len(tokens) == 2,
+            reverse=reverse,
             segments=bool(segments),
             mode=mode,
             width=width,
@@ -191,7 +195,7 @@ def _gram(shape, tokens, segment_ids, *, directions=False, mode, params):
         out_shape=out,
         num_warps=params["gram_warps"],
         num_stages=params["gram_stages"],
-        name="vla_penalty_gram",
+        name="vla_penalty_gram_backward" if reverse else "vla_penalty_gram",
     )(*inputs)
 
 
@@ -201,7 +205,10 @@ _AHEAD = 4  # super-chunks loaded before the first of them is used
 
 
 def _prefix_kernel(*refs, shape, rows, reverse, segments):
-    """``x ← keep·x + term`` over super-chunks: ``x`` before each (with λ₀ I), and the last one."""
+    """``x ← keep·x + term`` over super-chunks: ``x`` before each (with λ₀ I), and the last one.
+
+    With ``reverse``, from the end, and the terms are those of ``gram`` plus their transposes.
+    """
     lam_ref, initial_ref, gram_ref, *seg_ref, start_ref, final_ref = refs
     stream = pl.program_id(0)
     where = pl.ds(pl.program_id(1) * rows, rows)
@@ -214,6 +221,9 @@ def _prefix_kernel(*refs, shape, rows, reverse, segments):
         indices = [jnp.minimum(i * _AHEAD + j, last) for j in range(_AHEAD)]
         indices = [last - n if reverse else n for n in indices]
         terms = [gram_ref[stream, n, where, :] for n in indices]
+        if reverse:
+            flipped = [gram_ref[stream, n, :, where] for n in indices]
+            terms = [x + y.T for x, y in zip(terms, flipped, strict=True)]
         for j, (n, term) in enumerate(zip(indices, terms, strict=True)):
             valid = i * _AHEAD + j <= last
 
@@ -321,105 +331,30 @@ def _invert(shape, lambda0, penalty, *, params):
     )(lambda0, penalty)[0]
 
 
-# --- the inverse, from one block of tokens to the next ------------------------------------------
-
-
-class _Inverse(NamedTuple):
-    """``A`` of one super-chunk while a kernel goes through its tokens.
-
-    Up to the table's size it is in registers, in parts of ``width`` rows; a larger one is worked on
-    in place, in the kernel's own copy in memory.
-    """
-
-    start_ref: Any  # A where each super-chunk starts
-    work_ref: Any  # the copy, or None: A stays in registers
-    at: tuple
-    dim: int
-    width: int
-    inverse_lam: Array
-    dot: Any
-
-    def parts(self):
-        return [pl.ds(i, self.width) for i in range(0, self.dim, self.width)]
-
-    def begin(self):
-        """The loop's carry."""
-        if self.work_ref is None:
-            return tuple(self.start_ref[*self.at, part, :] for part in self.parts())
-        for part in self.parts():
-            self.work_ref[*self.at, part, :] = self.start_ref[*self.at, part, :]
-        backend.barrier()
-        return ()
-
-    def times(self, carry, left):
-        """``left A``; ``left(columns)`` loads columns of the left side."""
-        if self.work_ref is None:
-            return sum(self.dot(left(k), a) for k, a in zip(self.parts(), carry, strict=True))
-
-        def add(i, total):
-            k = pl.ds(i * self.width, self.width)
-            return total + self.dot(left(k), self.work_ref[*self.at, k, :])
-
-        tokens = left(pl.ds(0, self.width)).shape[0]
-        zero = jnp.zeros((tokens, self.dim), jnp.float32)
-        return backend.loop(self.dim // self.width, add, zero)
-
-    def step(self, carry, w, columns_of_w, keep):
-        """``A ← A − wᵀ w``, or of a new segment (``keep`` false) ``I/λ₀ − wᵀ w``."""
-
-        def stepped(a, first_row, left):
-            if keep is not None:
-                diagonal = backend.iota(a.shape, 0) + first_row == backend.iota(a.shape, 1)
-                a = jnp.where(keep, a, jnp.where(diagonal, self.inverse_lam, 0))
-            return a - self.dot(left, w, trans_a=True)
-
-        if self.work_ref is None:
-            starts = range(0, self.dim, self.width)
-            lefts = [w] if len(carry) == 1 else [columns_of_w(k) for k in self.parts()]
-            return tuple(map(stepped, carry, starts, lefts))
-        backend.barrier()
-
-        def part(i, carry):
-            k = pl.ds(i * self.width, self.width)
-            a = self.work_ref[*self.at, k, :]
-            self.work_ref[*self.at, k, :] = stepped(a, i * self.width, columns_of_w(k))
-            return carry
-
-        backend.loop(self.dim // self.width, part, np.int32(0))
-        backend.barrier()
-        return carry
-
-
-def _inverse_options(shape, params, kernel):
-    """(rows of a part, whether it is worked on in memory) for ``kernel``, factor or apply."""
-    width = min(shape.dim, params[f"{kernel}_width"])
-    return width, shape.dim > params["resident_dim"]
-
-
 # --- factor ------------------------------------------------------------------------------------
 
 
-def _factor_kernel(*refs, shape, has_direction, segments, in_memory, width, mode):
+def _factor_kernel(*refs, shape, has_direction, segments, resident, width, mode):
     """``W`` of one super-chunk, with ``A_t = A − Σ_{s≤t} w_s w_sᵀ``, from ``A`` at its start.
 
-    16 tokens at a time: ``W = L⁻¹ U A`` with ``L Lᵀ = I + U A Uᵀ``.
+    16 tokens at a time: ``W = L⁻¹ U A`` with ``L Lᵀ = I + U A Uᵀ``. ``A`` where each chunk starts
+    is written too. Up to the table's size ``A`` is in registers, in parts of ``width`` rows; a
+    larger one is stepped in memory, where the super-chunk's first one was.
     """
     refs = list(refs)
     lam_ref = refs.pop(0)
     seg_ref = refs.pop(0) if segments else None
-    u_ref, start_ref, w_ref, *work = refs
+    u_ref, _, a_ref, w_ref, chunks_ref = refs
     batch, head, start, groups = shape.locate()
     at = pl.program_id(0), pl.program_id(1)
     row, col = backend.iota((BLOCK, BLOCK), 0), backend.iota((BLOCK, BLOCK), 1)
     identity = (row == col).astype(jnp.float32)
     inverse_lam = 1 / lam_ref[at[0]]
     dot = functools.partial(backend.dot, mode=mode)
-    matrix = _Inverse(
-        start_ref, work[0] if in_memory else None, at, shape.dim, width, inverse_lam, dot
-    )
+    starts = range(0, shape.dim, width)
+    parts = [pl.ds(i, width) for i in starts]
 
-    def block(p, carry):
-        token = start + p * BLOCK
+    def block(token, carry):
         scale = None
         if not has_direction:  # the unit key over √D
             peak, norm = _inverse_norm(_tile(u_ref, batch, token, BLOCK, head).astype(jnp.float32))
@@ -429,60 +364,98 @@ def _factor_kernel(*refs, shape, has_direction, segments, in_memory, width, mode
             x = _tile(u_ref, batch, token, BLOCK, head, columns).astype(jnp.float32)
             return x if scale is None else x * scale[0] * scale[1]
 
-        au = matrix.times(carry, direction)
+        def add(i, total):
+            k = pl.ds(i * width, width)
+            return total + dot(direction(k), a_ref[*at, k, :])
+
+        if resident:
+            au = sum(dot(direction(k), a) for k, a in zip(parts, carry, strict=True))
+        else:
+            zero = jnp.zeros((BLOCK, shape.dim), jnp.float32)
+            au = backend.loop(len(parts), add, zero)
         u = direction()
+        in_last = keep = None
         if seg_ref is None:
             gram = dot(u, au, trans_b=True)
         else:
             seg = seg_ref[batch, pl.ds(token, BLOCK)]
             running, last = _running(seg_ref, batch, token), seg_ref[batch, token + BLOCK - 1]
+            in_last, keep = (seg == last)[:, None], last == running
             au = jnp.where((seg == running)[:, None], au, u * inverse_lam)
             gram = jnp.where(seg[:, None] == seg[None, :], dot(u, au, trans_b=True), 0)
         w = dot(_half_inverse(gram + identity, 1.0), au)
         w_ref[batch, pl.ds(token, BLOCK), head, :] = w
-        here = keep = None
-        if seg_ref is not None:
-            here, keep = (seg == last)[:, None], last == running
-            w = jnp.where(here, w, 0)
+        if in_last is not None:
+            w = jnp.where(in_last, w, 0)
 
-        def columns_of_w(columns):
+        def stepped(a, first_row, left):
+            if keep is not None:
+                diagonal = backend.iota(a.shape, 0) + first_row == backend.iota(a.shape, 1)
+                a = jnp.where(keep, a, jnp.where(diagonal, inverse_lam, 0))
+            return a - dot(left, w, trans_a=True)
+
+        if resident and len(parts) == 1:
+            return (stepped(carry[0], 0, w),)
+        backend.barrier()
+
+        def left(columns):
             x = _tile(w_ref, batch, token, BLOCK, head, columns)
-            return x if here is None else jnp.where(here, x, 0)
+            return x if in_last is None else jnp.where(in_last, x, 0)
 
-        if len(carry) > 1:
-            backend.barrier()
-        return matrix.step(carry, w, columns_of_w, keep)
+        if resident:
+            return tuple(map(stepped, carry, starts, map(left, parts)))
 
-    backend.loop(groups * (GROUP // BLOCK), block, matrix.begin())
+        def step(i, carry):
+            k = pl.ds(i * width, width)
+            a_ref[*at, k, :] = stepped(a_ref[*at, k, :], i * width, left(k))
+            return carry
+
+        backend.loop(len(parts), step, np.int32(0))
+        backend.barrier()
+        return carry
+
+    def chunk(i, carry):
+        first = start + i * shape.chunk
+        for n, k in enumerate(parts):
+            a = carry[n] if resident else a_ref[*at, k, :]
+            chunks_ref[at[0], first // shape.chunk, k, :] = a
+        return backend.loop(
+            shape.chunk // BLOCK, lambda p, carry: block(first + p * BLOCK, carry), carry
+        )
+
+    carry = tuple(a_ref[*at, k, :] for k in parts) if resident else ()
+    backend.loop(groups * GROUP // shape.chunk, chunk, carry)
 
 
 def _factor(shape, u, lambda0, starts, segment_ids, *, has_direction, mode, params):
-    """``W [B, T, H, D]``, float32."""
-    width, in_memory = _inverse_options(shape, params, "factor")
+    """``W [B, T, H, D]`` and ``A`` where chunks start ``[B·H, chunks, D, D]``, float32."""
     segments = [] if segment_ids is None else [segment_ids]
     inputs = [lambda0, *segments, u, starts]
-    tokens = (shape.batch, shape.length, shape.heads, shape.dim)
-    outs = [jax.ShapeDtypeStruct(tokens, jnp.float32)]
-    if in_memory:
-        outs.append(jax.ShapeDtypeStruct(starts.shape, jnp.float32))
+    struct = jax.ShapeDtypeStruct
+    outs = [
+        struct(starts.shape, jnp.float32),
+        struct((shape.batch, shape.length, shape.heads, shape.dim), jnp.float32),
+        struct((shape.streams, shape.length // shape.chunk, *starts.shape[2:]), jnp.float32),
+    ]
     return backend.call(
         functools.partial(
             _factor_kernel,
             shape=shape,
             has_direction=has_direction,
             segments=bool(segments),
-            in_memory=in_memory,
-            width=width,
+            resident=shape.dim <= params["resident_dim"],
+            width=min(shape.dim, params["factor_width"]),
             mode=mode,
         ),
         grid=(shape.streams, shape.supers),
         in_specs=backend.whole(*inputs),
         out_specs=backend.whole(*outs),
         out_shape=outs,
+        input_output_aliases={len(inputs) - 1: 0},
         num_warps=params["factor_warps"],
         num_stages=1,
         name="vla_penalty_factor",
-    )(*inputs)[0]
+    )(*inputs)[1:]
 
 
 # --- apply -------------------------------------------------------------------------------------
@@ -498,179 +471,180 @@ class _Apply(NamedTuple):
     segments: bool
     has_d_normalized: bool
     has_d_raw: bool
-    keep_exact: bool
+    terms: tuple  # dtypes of the arrays whose sum is the solution, or backward b, for the backward
     mode: str
-    chunk: int
     width: int
-    in_memory: bool
 
 
 def _apply_kernel(*refs, shape, config):
-    """``x_t = A_t r_t`` over one super-chunk: linear attention with ``−w`` for keys and values.
+    """``x_t = A_t r_t`` over one chunk: ``A`` at its start, minus attention over the rows of W.
 
     Forward: the right-hand side is the (normalised) key and what is written is the write key, its
-    gain and, if its dtype is not float32, the write key once more before rounding. Backward: the
-    right-hand side is the cotangent of the solution, formed here from that of the write key;
-    written are ``b = β / gain`` and, with a direction, the cotangent of the key.
+    gain and the write key before rounding. Backward: the right-hand side is the cotangent of the
+    solution, formed here from that of the write key; written are ``b = β / gain`` and, with a
+    direction, the cotangent of the key.
     """
-    backward, gain_kind, chunk = config.backward, config.write_gain, config.chunk
+    backward, gain_kind, chunk = config.backward, config.write_gain, shape.chunk
     refs = list(refs)
     lam_ref = refs.pop(0)
     seg_ref = refs.pop(0) if config.segments else None
     needs_key = not backward or config.normalize_rhs or gain_kind == "projection"
     key_ref = refs.pop(0) if needs_key else None
     if backward:
-        solution_ref, d_solution_ref = refs.pop(0), refs.pop(0)
+        d_solution_ref = refs.pop(0)
         gain_ref = refs.pop(0) if gain_kind else None
         d_normalized_ref = refs.pop(0) if config.has_d_normalized else None
         d_raw_ref = refs.pop(0) if config.has_d_raw else None
-    w_in_ref, start_ref, out_ref, *more = refs
-    work_ref = more.pop() if config.in_memory else None
+        solution_refs = [refs.pop(0) for _ in config.terms]
+    w_ref, a_ref, *outs = refs
 
     dot = functools.partial(backend.dot, mode=config.mode)
-    batch, head, start, groups = shape.locate()
-    at = pl.program_id(0), pl.program_id(1)
-    inverse_lam = 1 / lam_ref[at[0]]
-    causal = backend.iota((chunk, chunk), 0) >= backend.iota((chunk, chunk), 1)
-    matrix = _Inverse(start_ref, work_ref, at, shape.dim, config.width, inverse_lam, dot)
+    stream, index = pl.program_id(0), pl.program_id(1)
+    batch, head, token = stream // shape.heads, stream % shape.heads, index * chunk
+    here = pl.ds(token, chunk)
 
-    def step(p, carry):
-        """The next ``chunk`` tokens."""
-        carry, total = carry
-        token = start + p * chunk
-        here = pl.ds(token, chunk)
+    def load(ref, columns=None):
+        return _tile(ref, batch, token, chunk, head, columns).astype(jnp.float32)
 
-        def load(ref, columns=None):
-            return _tile(ref, batch, token, chunk, head, columns).astype(jnp.float32)
+    def store(ref, x):
+        ref[batch, here, head, :] = x.astype(ref.dtype)
 
-        peak = norm = None
-        if config.normalize_rhs:
-            peak, norm = _inverse_norm(load(key_ref))
+    def store_terms(refs, x):
+        for ref in refs:
+            store(ref, x)
+            x = x - x.astype(ref.dtype).astype(jnp.float32)
 
-        def key(columns=None):
-            x = load(key_ref, columns)
-            return x * peak * norm if config.normalize_rhs else x
+    peak = norm = None
+    if config.normalize_rhs:
+        peak, norm = _inverse_norm(load(key_ref))
 
-        gain = overlap = None
-        if backward and gain_kind:
-            gain = gain_ref[batch, here, head][:, None]
-            overlap = _row_dot(load(d_solution_ref), load(solution_ref))
+    def key(columns=None):
+        x = load(key_ref, columns)
+        return x * peak * norm if config.normalize_rhs else x
 
-        def rhs(columns=None):
-            if not backward:
-                return key(columns)
-            x = load(d_solution_ref, columns)
-            if gain_kind == "unit":
-                x = x - overlap * load(solution_ref, columns)
-            elif gain_kind == "projection":
-                x = x - overlap * key(columns)
-            return x * gain if gain_kind else x
+    def solution(columns=None):
+        return sum(load(ref, columns) for ref in solution_refs)
 
-        visible, in_last, keep = causal, None, None
-        x = matrix.times(carry, rhs)
-        r, w = rhs(), load(w_in_ref)
-        if seg_ref is not None:
-            seg = seg_ref[batch, here]
-            running, last = _running(seg_ref, batch, token), seg_ref[batch, token + chunk - 1]
-            x = jnp.where((seg == running)[:, None], x, r * inverse_lam)
-            visible = causal & (seg[:, None] == seg[None, :])
-            in_last, keep = (seg == last)[:, None], last == running
-        x -= dot(jnp.where(visible, dot(r, w, trans_b=True), 0), w)
+    gain = overlap = None
+    if backward and gain_kind:
+        gain = gain_ref[batch, here, head][:, None]
+        overlap = _row_dot(load(d_solution_ref), solution())
 
-        def of_last(w):
-            return w if in_last is None else jnp.where(in_last, w, 0)
-
-        carry = matrix.step(carry, of_last(w), lambda k: of_last(load(w_in_ref, k)), keep)
-
+    def rhs(columns=None):
         if not backward:
-            if gain_kind is not None:
-                if gain_kind == "unit":
-                    scale, norm = _inverse_norm(x)
-                    gain = scale * norm
-                elif gain_kind == "projection":
-                    inner = _row_dot(x, r)
-                    gain = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1), 0)
-                else:
-                    gain = jnp.ones((chunk, 1), jnp.float32)
-                x = x * gain
-                more[0][batch, here, head] = jnp.sum(gain, axis=1)
-            out_ref[batch, here, head, :] = x.astype(out_ref.dtype)
-            if config.keep_exact:
-                more[-1][batch, here, head, :] = x
-            return carry, total
+            return key(columns)
+        x = load(d_solution_ref, columns)
+        if gain_kind == "unit":
+            x = x - overlap * solution(columns)
+        elif gain_kind == "projection":
+            x = x - overlap * key(columns)
+        return x * gain if gain_kind else x
 
-        solution = load(solution_ref)
-        b = x
-        if gain_kind:
-            b = x * jnp.where(gain > 0, 1 / jnp.where(gain > 0, gain, 1), 0)
-        out_ref[batch, here, head, :] = b
-        if config.has_direction:
-            if gain_kind == "projection":
-                x -= overlap * solution
-            if config.has_d_normalized:
-                x += load(d_normalized_ref)
-            if config.normalize_rhs:
-                unit = key()
-                x = (x - _row_dot(x, unit) * unit) * norm * peak
-            if config.has_d_raw:
-                x += load(d_raw_ref)
-            more[1][batch, here, head, :] = x.astype(more[1].dtype)
-        return carry, total + jnp.sum(jnp.sum(b * solution, axis=1))
+    parts = [pl.ds(i, config.width) for i in range(0, shape.dim, config.width)]
+    x = sum(dot(rhs(k), a_ref[stream, index, :, k], trans_b=True) for k in parts)  # A is symmetric
+    r, w = rhs(), load(w_ref)
+    visible = backend.iota((chunk, chunk), 0) >= backend.iota((chunk, chunk), 1)
+    if seg_ref is not None:
+        seg = seg_ref[batch, here]
+        cont = seg == _running(seg_ref, batch, token)
+        x = jnp.where(cont[:, None], x, r * (1 / lam_ref[stream]))
+        visible &= seg[:, None] == seg[None, :]
+    x -= dot(jnp.where(visible, dot(r, w, trans_b=True), 0), w)
 
-    _, total = backend.loop(groups * (GROUP // chunk), step, (matrix.begin(), jnp.float32(0)))
-    if backward:
-        more[0][*at] = total
+    if not backward:
+        out_ref, *outs = outs
+        if gain_kind is not None:
+            if gain_kind == "unit":
+                scale, norm = _inverse_norm(x)
+                gain = scale * norm
+            elif gain_kind == "projection":
+                inner = _row_dot(x, r)
+                gain = jnp.where(inner > 0, 1 / jnp.where(inner > 0, inner, 1), 0)
+            else:
+                gain = jnp.ones((chunk, 1), jnp.float32)
+            x = x * gain
+            outs.pop(0)[batch, here, head] = jnp.sum(gain, axis=1)
+        if out_ref.dtype == config.terms[0]:
+            outs = [out_ref, *outs]
+        else:
+            store(out_ref, x)
+        store_terms(outs, x)
+        return
+
+    overlap_ref, *outs = outs
+    b = x
+    if gain_kind:
+        b = x * jnp.where(gain > 0, 1 / jnp.where(gain > 0, gain, 1), 0)
+    overlap_ref[stream, index] = jnp.sum(jnp.sum(b * solution(), axis=1))
+    if config.has_direction:
+        if gain_kind == "projection":
+            x -= overlap * solution()
+        if config.has_d_normalized:
+            x += load(d_normalized_ref)
+        if config.normalize_rhs:
+            unit = key()
+            x = (x - _row_dot(x, unit) * unit) * norm * peak
+        if config.has_d_raw:
+            x += load(d_raw_ref)
+        store(outs.pop(0), x)
+    store_terms(outs, b)
 
 
 def _apply(shape, config, lambda0, segment_ids, tokens, w, starts, dtype, *, params):
-    """Runs the kernel: ``(out, gain?, exact?)``, or backward ``(b, parts of −dλ₀, d_rhs?)``."""
+    """``(out, gain?, *terms)``, or backward ``(parts of −dλ₀, d_rhs?, *terms of b)``."""
     struct = jax.ShapeDtypeStruct
     size = (shape.batch, shape.length, shape.heads, shape.dim)
+    chunks = shape.length // shape.chunk
     if config.backward:
-        outs = [struct(size, jnp.float32), struct((shape.streams, shape.supers), jnp.float32)]
+        outs = [struct((shape.streams, chunks), jnp.float32)]
         outs += [struct(size, dtype)] if config.has_direction else []
     else:
         outs = [struct(size, dtype)]
         outs += [] if config.write_gain is None else [struct(size[:3], jnp.float32)]
-        outs += [struct(size, jnp.float32)] if config.keep_exact else []
-    if config.in_memory:
-        outs.append(struct(starts.shape, jnp.float32))
+    shared = not config.backward and dtype == config.terms[0]  # the output is the first term
+    outs += [struct(size, d) for d in config.terms[shared:]]
     inputs = [x for x in (lambda0, segment_ids, *tokens, w, starts) if x is not None]
-    results = backend.call(
+    return backend.call(
         functools.partial(_apply_kernel, shape=shape, config=config),
-        grid=(shape.streams, shape.supers),
+        grid=(shape.streams, chunks),
         in_specs=backend.whole(*inputs),
         out_specs=backend.whole(*outs),
         out_shape=outs,
         num_warps=params["apply_warps"],
-        num_stages=params["apply_stages"],
+        num_stages=1,
         name="vla_penalty_apply_backward" if config.backward else "vla_penalty_apply",
     )(*inputs)
-    return results[:-1] if config.in_memory else results
 
 
 # --- du ----------------------------------------------------------------------------------------
 
 
-def _du_kernel(*refs, shape, segments, directions, mode, width):
+def _du_kernel(*refs, shape, terms, segments, directions, mode, width):
     """``du_t = −Σ_{s≥t} [b_s (a_s·u_t) + a_s (b_s·u_t)]``, columns of one block of ``width``."""
-    u_ref, a_ref, b_ref, state_ref, *refs = refs
+    u_ref, *refs = refs
+    a_refs, b_refs, (state_ref, *refs) = refs[:terms], refs[terms : 2 * terms], refs[2 * terms :]
     seg_ref = refs.pop(0) if segments else None
     (out_ref,) = refs
     batch, head, start, count = shape.locate()
     at = pl.program_id(0), pl.program_id(1)
     columns = pl.ds(pl.program_id(2) * width, width)
     row, col = backend.iota((GROUP, GROUP), 0), backend.iota((GROUP, GROUP), 1)
+    dot = functools.partial(backend.dot, mode=mode)
 
     def step(i, state):
         token = start + (count - 1 - i) * GROUP
         where = batch, token, GROUP, head
-        u, a, b = (_tile(ref, *where) for ref in (u_ref, a_ref, b_ref))
-        a_part, b_part = (_tile(ref, *where, columns) for ref in (a_ref, b_ref))
+        u = _tile(u_ref, *where)
+        a, b = (tuple(_tile(ref, *where) for ref in refs) for refs in (a_refs, b_refs))
+        a_part, b_part = a, b
+        if width < shape.dim:
+            a_part, b_part = (
+                tuple(_tile(ref, *where, columns) for ref in refs) for refs in (a_refs, b_refs)
+            )
         if directions:
             u = _unit(u) * shape.true_dim**-0.5
         later = row <= col
-        du = backend.dot(u, state, mode=mode)
+        du = dot(u, state)
         a_cont, b_cont = a, b
         if seg_ref is not None:
             seg = seg_ref[batch, pl.ds(token, GROUP)]
@@ -680,12 +654,11 @@ def _du_kernel(*refs, shape, segments, directions, mode, width):
             du = jnp.where((seg == last)[:, None], du, 0)
             state = jnp.where(last == running, state, 0)
             cont = (seg == running)[:, None]
-            a_cont, b_cont = (jnp.where(cont, x, jnp.zeros_like(x)) for x in (a, b))
+            a_cont, b_cont = _where(cont, a), _where(cont, b)
         for x, part in ((a, b_part), (b, a_part)):
-            score = jnp.where(later, backend.dot(u, x, mode=mode, trans_b=True), 0)
-            du += backend.dot(score, part, mode=mode)
-        state += backend.dot(a_cont, b_part, mode=mode, trans_a=True)
-        state += backend.dot(b_cont, a_part, mode=mode, trans_a=True)
+            du += dot(jnp.where(later, dot(u, x, trans_b=True), 0), part)
+        state += dot(a_cont, b_part, trans_a=True)
+        state += dot(b_cont, a_part, trans_a=True)
         out_ref[batch, pl.ds(token, GROUP), head, columns] = (-du).astype(out_ref.dtype)
         return state
 
@@ -695,12 +668,13 @@ def _du_kernel(*refs, shape, segments, directions, mode, width):
 def _du(shape, u, a, b, states, segment_ids, dtype, *, directions, mode, params):
     width = min(shape.dim, params["du_width"])
     segments = [] if segment_ids is None else [segment_ids]
-    inputs = [u, a, b, states, *segments]
+    inputs = [u, *a, *b, states, *segments]
     out = jax.ShapeDtypeStruct((shape.batch, shape.length, shape.heads, shape.dim), dtype)
     return backend.call(
         functools.partial(
             _du_kernel,
             shape=shape,
+            terms=len(a),
             segments=bool(segments),
             directions=directions,
             mode=mode,
@@ -726,21 +700,26 @@ def _prepare(tokens, lambda0, segment_ids, params):
     backend.require("penalty_solve", tuple(x.dtype for x in tokens if x is not None), (dim,))
     params = backend.parameters("penalty_solve", dim, params)
     padded_dim = backend.power_of_two(dim)
-    padded = -(-length // GROUP) * GROUP
-    chunk = super_chunk_length(padded, batch * heads, params)
-    shape = _Shape(batch, padded, heads, padded_dim, dim, -(-padded // chunk), chunk)
-
-    def pad(x):
-        if x is None or (padded == length and padded_dim == dim):
-            return x
-        return jnp.pad(x, ((0, 0), (0, padded - length), (0, 0), (0, padded_dim - dim)))
-
+    chunk = params["apply_chunk"]
+    unit = max(GROUP, chunk)
+    padded = -(-length // unit) * unit
+    span = super_chunk_length(padded, batch * heads, params)
+    shape = _Shape(batch, padded, heads, padded_dim, dim, -(-padded // span), span, chunk)
+    tokens = [_padded(x, shape) for x in tokens]
     lambda0 = jnp.broadcast_to(lambda0.astype(jnp.float32), (batch, heads)).reshape(-1)
     if segment_ids is not None:
         segment_ids = jnp.pad(
             segment_ids.astype(jnp.int32), ((0, 0), (0, padded - length)), mode="edge"
         )
-    return [pad(x) for x in tokens], lambda0, segment_ids, shape, params
+    return tokens, lambda0, segment_ids, shape, params
+
+
+def _padded(x: Array | None, shape: _Shape) -> Array | None:
+    """``[B, T, H]`` or ``[B, T, H, D]`` with zeros up to the sizes that the kernels see."""
+    if x is None:
+        return None
+    sizes = (shape.batch, shape.length, shape.heads, shape.dim)[: x.ndim]
+    return jnp.pad(x, [(0, size - n) for size, n in zip(sizes, x.shape, strict=True)])
 
 
 def _square(x: Array, shape: _Shape) -> Array:
@@ -756,13 +735,15 @@ def _unsquare(x: Array, shape: _Shape) -> Array:
 
 
 def _factors(shape, rhs, direction, lambda0, initial, segment_ids, precision, params):
-    """``A`` at the start of every super-chunk, ``W``, and the penalty after the last token."""
+    """``W``, ``A`` at the start of every chunk, and the penalty after the last token."""
     u, has_direction = (rhs, False) if direction is None else (direction, True)
     mode = backend.dot_mode(u.dtype, precision, wide=not has_direction)
-    gram = _gram(shape, [u], segment_ids, directions=not has_direction, mode=mode, params=params)
+    gram = _gram(
+        shape, (u,), None, segment_ids, directions=not has_direction, mode=mode, params=params
+    )
     starts, penalty = _prefix(shape, gram, lambda0, initial, segment_ids)
     starts = _invert(shape, lambda0, starts, params=params)
-    w = _factor(
+    w, starts = _factor(
         shape,
         u,
         lambda0,
@@ -772,12 +753,19 @@ def _factors(shape, rhs, direction, lambda0, initial, segment_ids, precision, pa
         mode=backend.dot_mode(u.dtype, precision, wide=True),
         params=params,
     )
-    return (starts, w), penalty
+    return w, starts, penalty
+
+
+def _terms(dtype, precision) -> tuple:
+    """Dtypes of the arrays whose sum a solution is for the backward: float32, or 16 bits of it."""
+    mode = backend.dot_mode(dtype, precision, wide=True)
+    if dtype == jnp.float32 or mode != "tf32":
+        return (jnp.float32,)
+    return jnp.bfloat16, jnp.bfloat16
 
 
 def _applied(shape, dtype, direction, segment_ids, normalize_rhs, write_gain, precision, params):
     """The choices of the apply kernel that forward and backward share."""
-    width, in_memory = _inverse_options(shape, params, "apply")
     return _Apply(
         backward=False,
         has_direction=direction is not None,
@@ -786,11 +774,9 @@ def _applied(shape, dtype, direction, segment_ids, normalize_rhs, write_gain, pr
         segments=segment_ids is not None,
         has_d_normalized=False,
         has_d_raw=False,
-        keep_exact=False,
+        terms=_terms(dtype, precision),
         mode=backend.dot_mode(dtype, precision, wide=True),
-        chunk=params["apply_chunk"],
-        width=width,
-        in_memory=in_memory,
+        width=min(shape.dim, params["apply_width"]),
     )
 
 
@@ -812,7 +798,7 @@ def forward(
     write_gain: str | None = None,
     precision=None,
     params: Mapping[str, Any] | None = None,
-) -> tuple[Array, Array | None, Array, tuple[Array, Array, Array]]:
+) -> tuple[Array, Array | None, Array, tuple]:
     """Solves for every token: ``(solution, gain, penalty, kept)``.
 
     Args:
@@ -829,27 +815,33 @@ def forward(
     Returns:
       The solution ``[B, T, H, D]`` in the dtype of ``rhs``; the gain ``[B, T, H]`` float32, None
       without ``write_gain``; the last penalty ``[B, H, D, D]`` float32; and what ``backward`` needs
-      of it all, float32 and padded: ``A`` where super-chunks start ``[B, H, supers, D, D]``, ``W``
-      and the solution before rounding.
+      of it all, padded: ``W``, ``A`` where chunks start ``[B, H, chunks, D, D]``, both float32, and
+      the solution before rounding, float32 or as the sum of two bfloat16 arrays.
     """
     _check(direction, normalize_rhs, write_gain)
     length, dtype = rhs.shape[1], rhs.dtype
     (rhs, direction), lambda0, segment_ids, shape, params = _prepare(
         [rhs, direction], lambda0, segment_ids, params
     )
-    initial = _square(initial_penalty, shape)
-    (starts, w), penalty = _factors(
-        shape, rhs, direction, lambda0, initial, segment_ids, precision, params
+    w, starts, penalty = _factors(
+        shape,
+        rhs,
+        direction,
+        lambda0,
+        _square(initial_penalty, shape),
+        segment_ids,
+        precision,
+        params,
     )
     config = _applied(
         shape, dtype, direction, segment_ids, normalize_rhs, write_gain, precision, params
-    )._replace(keep_exact=dtype != jnp.float32)
-    solution, *more = _apply(
+    )
+    solution, *terms = _apply(
         shape, config, lambda0, segment_ids, [rhs], w, starts, dtype, params=params
     )
-    exact = more.pop() if config.keep_exact else solution
-    gain = more[0][:, :length] if more else None
-    kept = starts.reshape(shape.batch, shape.heads, *starts.shape[1:]), w, exact
+    gain = None if write_gain is None else terms.pop(0)[:, :length]
+    terms = (solution, *terms) if dtype == config.terms[0] else tuple(terms)
+    kept = w, starts.reshape(shape.batch, shape.heads, *starts.shape[1:]), terms
     solution = solution[:, :length, :, : shape.true_dim]
     return solution, gain, _unsquare(penalty, shape), kept
 
@@ -860,7 +852,7 @@ def backward(
     lambda0: Array,
     segment_ids: Array | None,
     gain: Array | None,
-    kept: tuple[Array, Array, Array],
+    kept: tuple,
     d_solution: Array,
     d_penalty: Array,
     *,
@@ -884,14 +876,12 @@ def backward(
     """
     _check(direction, normalize_rhs, write_gain)
     length, dtype = rhs.shape[1], rhs.dtype
-    starts, w, solution = kept
-    tokens = [rhs, direction, d_solution, d_normalized_rhs, d_raw_rhs]
+    w, starts, solution = kept
+    tokens = [rhs, direction, d_solution, d_normalized_rhs, d_raw_rhs, gain]
     tokens, lambda0, segment_ids, shape, params = _prepare(tokens, lambda0, segment_ids, params)
-    rhs, direction, d_solution, d_normalized, d_raw = tokens
+    rhs, direction, d_solution, d_normalized, d_raw, gain = tokens
     starts = starts.reshape(shape.streams, *starts.shape[2:])
     fused = direction is not None
-    if gain is not None:
-        gain = jnp.pad(gain, ((0, 0), (0, shape.length - length), (0, 0)))
     config = _applied(
         shape, dtype, direction, segment_ids, normalize_rhs, write_gain, precision, params
     )._replace(
@@ -901,21 +891,21 @@ def backward(
     )
     operands = [
         rhs if normalize_rhs or write_gain == "projection" else None,
-        solution,
         d_solution,
         gain if write_gain else None,
         d_normalized if fused else None,
         d_raw if fused else None,
+        *solution,
     ]
-    b, overlap, *d_rhs = _apply(
+    overlap, *b = _apply(
         shape, config, lambda0, segment_ids, operands, w, starts, dtype, params=params
     )
+    d_rhs = b.pop(0) if fused else None
     d_lambda0 = -overlap.reshape(shape.batch, shape.heads, -1).sum(-1)
 
-    mode = backend.dot_mode(dtype, precision, wide=True)
-    mode = "bf16x3" if mode == "tf32" and dtype != jnp.float32 else mode
+    mode = "bf16x3" if len(b) == 2 else config.mode
+    outer = _gram(shape, solution, tuple(b), segment_ids, reverse=True, mode=mode, params=params)
     x = _square(d_penalty, shape)
-    outer = _gram(shape, [solution, b], segment_ids, mode=mode, params=params)
     ridge = jnp.zeros_like(lambda0)
     states, start = _prefix(shape, outer, ridge, -(x + x.swapaxes(1, 2)), segment_ids, reverse=True)
     d_u = _du(
@@ -932,21 +922,19 @@ def backward(
     )
     cut = slice(None), slice(length), slice(None), slice(shape.true_dim)
     if fused:
-        d_rhs, d_direction = d_rhs[0][cut], d_u[cut]
+        d_rhs, d_direction = d_rhs[cut], d_u[cut]
     else:
-        d_rhs, d_direction = (
-            _key_cotangent(shape, config, tokens, solution, gain, b, d_u)[cut],
-            None,
-        )
+        d_rhs, d_direction = _key_cotangent(shape, config, tokens, solution, b, d_u)[cut], None
     return d_rhs, d_direction, d_lambda0, _unsquare(start, shape) / -2
 
 
-def _key_cotangent(shape, config, tokens, solution, gain, b, d_u) -> Array:
+def _key_cotangent(shape, config, tokens, solution, b, d_u) -> Array:
     """The cotangent of the raw key where the direction is made from it too."""
     dtype = tokens[0].dtype
-    rhs, _, d_solution, d_normalized, d_raw = (
+    rhs, _, d_solution, d_normalized, d_raw, gain = (
         None if x is None else x.astype(jnp.float32) for x in tokens
     )
+    solution, b = (sum(x.astype(jnp.float32) for x in terms) for terms in (solution, b))
     x = b * (1 if gain is None else gain[..., None])
     x += d_u * shape.true_dim**-0.5
     if config.write_gain == "projection":
