@@ -38,6 +38,8 @@ import vla_jax  # noqa: E402
 from vla_jax import sharding  # noqa: E402
 
 PARTS = ("agreement", "scaling", "context", "exchange")
+# Of the op on one device and inside pmap and shard_map; what jit partitions is always "xla".
+NAMED = "pallas" if jax.default_backend() == "gpu" else "xla"
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Largest difference over the largest entry. bfloat16: the rounding of 16-bit operands, twice.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -83,6 +85,11 @@ def draw(shape, dtype):
     return jax.block_until_ready(make(jax.random.key(0)))
 
 
+def on_one_device(*tokens):
+    """`vla_attention` where no compiler partitions it."""
+    return vla_jax.vla_attention(*tokens, implementation=NAMED)
+
+
 def weighed(out):
     """A loss that weighs late tokens as much as early ones: the ratio read-out fades like 1/t."""
     late = 1 + jnp.arange(out.shape[1])[:, None, None]
@@ -92,7 +99,9 @@ def weighed(out):
 def over_context(mesh):
     """`vla_attention` with the sequence over the mesh."""
     spec = jax.P(None, mesh.axis_names[0])
-    local = functools.partial(sharding.context_parallel_attention, axis_name=mesh.axis_names[0])
+    local = functools.partial(
+        sharding.context_parallel_attention, axis_name=mesh.axis_names[0], implementation=NAMED
+    )
     return jax.shard_map(local, mesh=mesh, in_specs=(spec,) * 4, out_specs=spec)
 
 
@@ -120,13 +129,13 @@ def agreement(options, devices):
     shape = (count, 16 * count, 2, 16) if options.tiny else (2 * count, 2048, 8, 64)
     for name in TOLERANCE:
         tokens = draw(shape, name)
-        wanted = jax.jit(with_gradient(vla_jax.vla_attention))(*tokens)
+        wanted = jax.jit(with_gradient(on_one_device))(*tokens)
         data = jax.device_put(tokens, NamedSharding(mesh_of("data", devices), jax.P("data")))
         parts = [x.reshape(count, -1, *x.shape[1:]) for x in tokens]
         context = mesh_of("context", devices)
         whole = jax.device_put(tokens, NamedSharding(context, jax.P(None, "context")))
         # With the same cotangent: the loss is a sum over the batch, but for its constant.
-        replica = jax.pmap(with_gradient(vla_jax.vla_attention), devices=devices)
+        replica = jax.pmap(with_gradient(on_one_device), devices=devices)
         ways = {
             "data": jax.jit(with_gradient(vla_jax.vla_attention))(*data),
             "pmap": [x.reshape(-1, *x.shape[2:]) for x in replica(*parts)[1:]],
@@ -208,11 +217,10 @@ def context(options, devices):
         tokens = draw(shape, dtype)
         row = {"length": length, "heads": heads, "dim": dim, "dtype": dtype}
         row["forward_bytes_formula"] = forward_bytes(len(devices), 1, heads, dim, dim)
-        plain = lambda *x: vla_jax.vla_attention(*x)  # noqa: E731
         mesh = mesh_of("context", devices)
         placed = jax.device_put(tokens, NamedSharding(mesh, jax.P(None, "context")))
-        for count, attention, arguments in ((1, plain, tokens), (len(devices), None, placed)):
-            attention = attention or over_context(mesh)
+        ways = (1, on_one_device, tokens), (len(devices), over_context(mesh), placed)
+        for count, attention, arguments in ways:
             gradient = with_gradient(attention, lambda out: jnp.sum(out.astype(jnp.float32)))
             both = lambda *x, f=gradient: f(*x)[2:]  # noqa: E731
             for name, function in (("forward", attention), ("both", both)):
@@ -259,6 +267,7 @@ def main(argv=None):
     results = {
         "device": devices[0].device_kind,
         "devices": len(devices),
+        "implementation": NAMED,
         "versions": {
             "python": platform.python_version(), "jax": jax.__version__,
             "vla_jax": vla_jax.__version__,

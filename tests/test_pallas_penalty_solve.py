@@ -157,7 +157,7 @@ def test_bare_solve_under_x64(interpreted, x64):
 
 def test_large_dimension_keeps_the_matrices_in_memory(interpreted):
     params = {"invert_rows": 16, "resident_dim": 16, "gram_width": 16, "du_width": 16}
-    params |= {"factor_width": 16, "apply_width": 16}
+    params |= {"factor_width": 16, "apply_width": 16, "apply_backward_width": 16, "du_tokens": 32}
     check("float32", params=SMALL | params, write_gain="rls", segments=True, dim=32, heads=1)
 
 

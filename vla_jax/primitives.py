@@ -25,10 +25,6 @@ from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike, VLASt
 
 IMPLEMENTATIONS = ("reference", "xla", "associative", "pallas", "triton")
 
-# What ``implementation=None`` means, on every device: the GPU kernels are to be named until a run
-# of ``tests/gpu/run.py`` on the GPU has passed with them as they stand (BUILD_NOTES.md).
-DEFAULT = "xla"
-
 # Implementations that run the whole of ``vla_attention`` themselves, and where they live. Imported
 # when asked for: they need packages or devices that others do without.
 FUSED = {"pallas": "vla_jax.pallas.attention", "triton": "vla_jax.triton"}
@@ -58,7 +54,7 @@ def configure(
 ) -> Config:
     """Chooses the implementation and the arithmetic for these inputs.
 
-    ``implementation=None`` is ``DEFAULT``; a name forces it.
+    ``implementation=None`` is what ``best`` says; a name forces it.
 
     Raises:
       ValueError, TypeError: if an option has no such value.
@@ -68,12 +64,40 @@ def configure(
         validation.positive("chunk_size", chunk_size, integer=True)
     policy = numerics.policy(*inputs, precision=precision)
     if implementation is None:
-        return Config(DEFAULT, policy, chunk_size)
+        return Config(best(*inputs, chunk_size=chunk_size), policy, chunk_size)
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation in FUSED:
         dtypes = tuple(x.dtype for x in inputs)
         _module(implementation).require(dtypes, tuple(x.shape[-1] for x in inputs), chunk_size)
     return Config(implementation, policy, chunk_size)
+
+
+def best(*inputs: Array, chunk_size: int | None = None) -> str:
+    """The fastest implementation that is sure to serve: ``"pallas"`` or ``"xla"``.
+
+    The kernels, where they can serve these dtypes and sizes, if the arrays are on one GPU: JAX's
+    default device is one, and either it is the only one, or the call is inside ``jax.shard_map``,
+    or the arrays are concrete and say so. The compiler cannot partition a kernel: under ``jit``
+    with several GPUs "xla" is chosen, which it can.
+    """
+    if jax.default_backend() != "gpu" or chunk_size is not None:
+        return "xla"
+    default = jax.config.jax_default_device
+    if default is not None and getattr(default, "platform", default) not in ("gpu", "cuda"):
+        return "xla"
+    concrete = [x for x in inputs if not isinstance(x, jax.core.Tracer)]
+    if any(len(x.devices()) > 1 or next(iter(x.devices())).platform != "gpu" for x in concrete):
+        return "xla"
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    if len(concrete) < len(inputs) and jax.device_count() > 1 and not manual:
+        return "xla"
+    dtypes, dims = (tuple(f(x) for x in inputs) for f in (lambda x: x.dtype, lambda x: x.shape[-1]))
+    try:
+        _module("pallas").require(dtypes, dims, None)
+    except NotImplementedError:
+        return "xla"
+    return "pallas"
 
 
 @jax.custom_jvp

@@ -41,14 +41,27 @@ _SOLVE: dict[str, Any] = {
     "apply_chunk": 64,  # tokens of a program of apply, and between two A that are kept
     "apply_width": 64,  # rows of A taken at a time
     "apply_warps": 4,
+    "apply_backward_width": 64,
+    "apply_backward_warps": 4,
+    "du_tokens": 64,  # at a time
     "du_width": 64,
     "du_warps": 4,
-    "du_stages": 1,
+    "du_stages": 2,
 }
 TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {
     (None, "penalty_solve", 64): _SOLVE,
     (None, "penalty_solve", 128): _SOLVE
-    | {"fill": 512, "invert_rows": 128, "invert_warps": 4, "factor_warps": 4, "apply_warps": 8},
+    | {
+        "fill": 512,
+        "invert_rows": 128,
+        "invert_warps": 4,
+        "factor_warps": 4,
+        "apply_backward_width": 128,
+        "apply_backward_warps": 8,
+        "du_width": 128,
+        "du_warps": 8,
+        "du_stages": 1,
+    },
     (None, "penalty_solve", 256): _SOLVE
     | {
         "gram_stages": 1,
@@ -56,8 +69,14 @@ TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {
         "invert_warps": 4,
         "factor_width": 16,
         "factor_warps": 4,
+        "apply_chunk": 32,
         "apply_width": 32,
         "apply_warps": 8,
+        "apply_backward_width": 32,
+        "apply_backward_warps": 8,
+        "du_tokens": 16,
+        "du_width": 64,
+        "du_stages": 1,
     },
 }
 

@@ -79,23 +79,39 @@ def _half_inverse(matrix: Array, floor) -> Array:
     """``L⁻¹`` of a symmetric positive definite block, ``L Lᵀ = matrix``, by Gauss elimination.
 
     In place: left of the pivot the tile holds ``L⁻¹`` so far, right of it what is still to be
-    eliminated. ``floor`` is a lower bound of the pivots in exact arithmetic: it keeps a matrix that
-    rounding has made indefinite from giving NaN.
+    eliminated. Two pivots at a time: a kernel waits here for one sum over the tile after another.
+    ``floor`` is a lower bound of the pivots in exact arithmetic: it keeps a matrix that rounding
+    has made indefinite from giving NaN.
     """
     n = matrix.shape[0]
     rows, cols, index = (backend.iota(s, a) for s, a in (((n, n), 0), ((n, n), 1), ((n, 1), 0)))
     identity = (rows == cols).astype(jnp.float32)
 
-    def eliminate(j, matrix):
-        column = jnp.sum(jnp.where(cols == j, matrix, 0), axis=1, keepdims=True)
-        pivot = jnp.sum(jnp.where(index == j, column, 0), axis=0, keepdims=True)
-        scale = jax.lax.rsqrt(jnp.maximum(pivot, floor))
-        matrix = jnp.where(cols == j, identity, matrix)
-        row = jnp.sum(jnp.where(rows == j, matrix, 0), axis=0, keepdims=True)
-        below = jnp.where(index > j, column * (scale * scale), 0)
-        return matrix - jnp.where(index == j, 1 - scale, below) * row
+    def eliminate(pair, matrix):
+        i = 2 * pair
+        j = i + 1
 
-    matrix = backend.unrolled_loop(n, eliminate, matrix)
+        def pick(x, where, axis):
+            return jnp.sum(jnp.where(where, x, 0), axis=axis, keepdims=True)
+
+        column0, column1 = pick(matrix, cols == i, 1), pick(matrix, cols == j, 1)
+        pivot, beside = pick(column0, index == i, 0), pick(column0, index == j, 0)
+        pivot1 = pick(column1, index == j, 0)
+        matrix = jnp.where((cols == i) | (cols == j), identity, matrix)
+        row0, row1 = pick(matrix, rows == i, 0), pick(matrix, rows == j, 0)
+
+        scale = jax.lax.rsqrt(jnp.maximum(pivot, floor))
+        square = scale * scale
+        ratio = beside * square
+        column1 -= column0 * ratio
+        row1 -= ratio * row0
+        scale1 = jax.lax.rsqrt(jnp.maximum(pivot1 - ratio * beside, floor))
+        below0 = jnp.where(index > i, column0 * square, 0)
+        below1 = jnp.where(index > j, column1 * (scale1 * scale1), 0)
+        matrix -= jnp.where(index == i, 1 - scale, below0) * row0
+        return matrix - jnp.where(index == j, 1 - scale1, below1) * row1
+
+    matrix = backend.unrolled_loop(n // 2, eliminate, matrix)
     return jnp.where(rows >= cols, matrix, 0)
 
 
@@ -610,7 +626,7 @@ def _apply(shape, config, lambda0, segment_ids, tokens, w, starts, dtype, *, par
         in_specs=backend.whole(*inputs),
         out_specs=backend.whole(*outs),
         out_shape=outs,
-        num_warps=params["apply_warps"],
+        num_warps=params["apply_backward_warps" if config.backward else "apply_warps"],
         num_stages=1,
         name="vla_penalty_apply_backward" if config.backward else "vla_penalty_apply",
     )(*inputs)
@@ -619,21 +635,23 @@ def _apply(shape, config, lambda0, segment_ids, tokens, w, starts, dtype, *, par
 # --- du ----------------------------------------------------------------------------------------
 
 
-def _du_kernel(*refs, shape, terms, segments, directions, mode, width):
+def _du_kernel(*refs, shape, tokens, terms, segments, directions, mode, width):
     """``du_t = −Σ_{s≥t} [b_s (a_s·u_t) + a_s (b_s·u_t)]``, columns of one block of ``width``."""
     u_ref, *refs = refs
     a_refs, b_refs, (state_ref, *refs) = refs[:terms], refs[terms : 2 * terms], refs[2 * terms :]
     seg_ref = refs.pop(0) if segments else None
     (out_ref,) = refs
-    batch, head, start, count = shape.locate()
+    batch, head, start, groups = shape.locate()
     at = pl.program_id(0), pl.program_id(1)
     columns = pl.ds(pl.program_id(2) * width, width)
-    row, col = backend.iota((GROUP, GROUP), 0), backend.iota((GROUP, GROUP), 1)
+    row, col = backend.iota((tokens, tokens), 0), backend.iota((tokens, tokens), 1)
     dot = functools.partial(backend.dot, mode=mode)
 
+    count = groups * (GROUP // tokens)
+
     def step(i, state):
-        token = start + (count - 1 - i) * GROUP
-        where = batch, token, GROUP, head
+        token = start + (count - 1 - i) * tokens
+        where = batch, token, tokens, head
         u = _tile(u_ref, *where)
         a, b = (tuple(_tile(ref, *where) for ref in refs) for refs in (a_refs, b_refs))
         a_part, b_part = a, b
@@ -647,8 +665,8 @@ def _du_kernel(*refs, shape, terms, segments, directions, mode, width):
         du = dot(u, state)
         a_cont, b_cont = a, b
         if seg_ref is not None:
-            seg = seg_ref[batch, pl.ds(token, GROUP)]
-            last = seg_ref[batch, token + GROUP - 1]
+            seg = seg_ref[batch, pl.ds(token, tokens)]
+            last = seg_ref[batch, token + tokens - 1]
             running = _running(seg_ref, batch, token)
             later &= seg[:, None] == seg[None, :]
             du = jnp.where((seg == last)[:, None], du, 0)
@@ -659,7 +677,7 @@ def _du_kernel(*refs, shape, terms, segments, directions, mode, width):
             du += dot(jnp.where(later, dot(u, x, trans_b=True), 0), part)
         state += dot(a_cont, b_part, trans_a=True)
         state += dot(b_cont, a_part, trans_a=True)
-        out_ref[batch, pl.ds(token, GROUP), head, columns] = (-du).astype(out_ref.dtype)
+        out_ref[batch, pl.ds(token, tokens), head, columns] = (-du).astype(out_ref.dtype)
         return state
 
     backend.loop(count, step, state_ref[*at, :, columns])
@@ -674,6 +692,7 @@ def _du(shape, u, a, b, states, segment_ids, dtype, *, directions, mode, params)
         functools.partial(
             _du_kernel,
             shape=shape,
+            tokens=params["du_tokens"],
             terms=len(a),
             segments=bool(segments),
             directions=directions,
@@ -888,6 +907,7 @@ def backward(
         backward=True,
         has_d_normalized=fused and d_normalized is not None,
         has_d_raw=fused and d_raw is not None,
+        width=min(shape.dim, params["apply_backward_width"]),
     )
     operands = [
         rhs if normalize_rhs or write_gain == "projection" else None,
