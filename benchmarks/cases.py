@@ -69,13 +69,17 @@ CASES = (
     Case(1, 1000, 1, 2, 32, 16, direction="key", initial=True, lambda0=1e-2),
 )
 
-# name -> the work of one timed call: 65,536 tokens, but for the one that suits two CPU cores.
+# name -> the work of one timed call: 65,536 tokens, but for the longest and
+# for the one that suits two CPU cores.
 WORKLOADS = {
     "cpu-d32-T4096": Case(1, 4096, 4, 1, 32, 32),
     "d64-T1024": Case(64, 1024, 16, 1, 64, 64),
     "d64-T4096": Case(16, 4096, 16, 1, 64, 64),
     "d64-T16384": Case(4, 16384, 16, 1, 64, 64),
     "d64-T65536": Case(1, 65536, 16, 1, 64, 64),
+    "d64-T131072": Case(1, 131072, 16, 1, 64, 64),
+    "d64-T262144": Case(1, 262144, 16, 1, 64, 64),
+    "d64-T524288": Case(1, 524288, 16, 1, 64, 64),
     "d128-T1024": Case(64, 1024, 8, 1, 128, 128),
     "d128-T4096": Case(16, 4096, 8, 1, 128, 128),
     "d128-T16384": Case(4, 16384, 8, 1, 128, 128),

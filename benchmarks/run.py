@@ -4,11 +4,11 @@
     python benchmarks/run.py --workloads=d64-T4096,d64-T16384 --dtype=bfloat16
     python benchmarks/run.py --workloads=d64-T4096 --lengths=1024,4096,16384 --constant_tokens
 
-Every implementation of ours is first compared with the float64 oracle of the tests, values and
-gradients, on a slice of the workload (one sequence, one head, at most --check_length tokens); no
-time is printed for one that fails. A time is the median over --repeats of the mean over enough
-back-to-back calls to fill --min_seconds, compiled and warmed up before, waited for at the end (on
-a CPU, one by one).
+Everything is compiled first, side by side. Every implementation of ours is then compared with the
+float64 oracle of the tests, values and gradients, on a slice of the workload (one sequence, one
+head, at most --check_length tokens); no time is printed for one that fails. A time is the median
+over --repeats of the mean over enough back-to-back calls to fill --min_seconds, compiled and warmed
+up before, waited for at the end (on a CPU, one by one).
 
 Peers: softmax attention (`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU) and, where
 torch and fla can be imported, fla's linear attention, DeltaNet and MesaNet.
@@ -16,7 +16,9 @@ torch and fla can be imported, fla's linear attention, DeltaNet and MesaNet.
 Writes OUT/NAME.json and OUT/NAME.png and prints the table.
 """
 
+import concurrent.futures
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -47,7 +49,8 @@ flags.DEFINE_list("peers", None, "softmax, fla_linear, fla_delta, fla_mesa; defa
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "default: bfloat16 on a GPU")
 flags.DEFINE_integer("repeats", 5, "timed repeats, the median of which counts", lower_bound=1)
 flags.DEFINE_float("min_seconds", 0.05, "least duration of one repeat", lower_bound=0)
-flags.DEFINE_integer("check_length", 4096, "most tokens of the comparison with the oracle")
+flags.DEFINE_integer("check_length", 1024, "most tokens of the comparison with the oracle")
+flags.DEFINE_integer("softmax_length", 65536, "longest sequence that softmax is timed on")
 flags.DEFINE_string("out_dir", str(ROOT / "benchmarks" / "results"), "where the results go")
 flags.DEFINE_string("name", None, "of the result files; default: device and dtype")
 
@@ -74,6 +77,7 @@ class Row:
     both_ms: float | None = None
     forward_tokens_per_s: float | None = None
     temporary_bytes: int | None = None
+    peak_bytes: int | None = None  # of forward and backward: inputs, results and temporaries
     note: str = ""
 
 
@@ -122,74 +126,118 @@ def relative_error(actual, expected):
     return float(error) if np.isfinite(error) else float("inf")
 
 
-def check(implementation, case, dtype):
-    """Errors of values and gradients against the oracle on one sequence and head."""
-    small = dataclasses.replace(
-        case, batch=1, heads=1, groups=1, length=min(case.length, FLAGS.check_length)
-    )
-    arrays = draw(small, dtype)
+@functools.lru_cache(maxsize=2)
+def slice_of(case, dtype):
+    """What one sequence and head of the workload should give: inputs, cotangent, out, gradients."""
+    arrays = draw(case, dtype)
     wide = dict(zip(NAMES, (np.asarray(x, np.float64) for x in arrays), strict=True))
     out, state, _ = oracle.attention(**wide, lambda0=case.lambda0)
     # The ratio read-out fades like 1/t: weigh late tokens as much as early ones.
     cotangent = np.random.default_rng(0).standard_normal(out.shape)
-    cotangent *= np.arange(1, small.length + 1)[:, None, None]
+    cotangent *= np.arange(1, case.length + 1)[:, None, None]
+    cotangent = np.asarray(jnp.asarray(cotangent, dtype), np.float64)
     zeros = tuple(np.zeros_like(x) for x in state)
-    expected = oracle.attention_grad(cotangent, zeros, **wide, lambda0=case.lambda0)
-
-    def loss(arrays):
-        out = vla_jax.vla_attention(
-            *arrays, lambda0=case.lambda0, implementation=implementation
-        ).astype(jnp.float32)
-        return jnp.sum(out * jnp.asarray(cotangent, jnp.float32)), out
-
-    gradients, ours = jax.jit(jax.grad(loss, has_aux=True))(arrays)
-    late = np.arange(1, small.length + 1)[:, None, None]
-    errors = [relative_error(g, expected[n]) for n, g in zip(NAMES, gradients, strict=True)]
-    return relative_error(np.asarray(ours, np.float64) * late, out * late), max(errors)
+    gradients = oracle.attention_grad(cotangent, zeros, **wide, lambda0=case.lambda0)
+    return arrays, cotangent, out, gradients
 
 
-def time_jax(row, function, arrays):
-    """Fills in the times and the temporary memory of a function of the arrays."""
+def check(implementation, case, dtype):
+    """Errors of values and gradients against the oracle on one sequence and head."""
+    length = min(case.length, FLAGS.check_length)
+    case = dataclasses.replace(case, batch=1, heads=1, groups=1, length=length)
+    return _check(implementation, case, dtype)
+
+
+@functools.lru_cache
+def _check(implementation, case, dtype):
+    arrays, cotangent, out, gradients = slice_of(case, dtype)
+
+    @jax.jit
+    def run(arrays, cotangent):
+        out, pull = jax.vjp(ours(implementation, case), *arrays)
+        return out, pull(cotangent.astype(out.dtype))
+
+    found, gradients_found = run(arrays, jnp.asarray(cotangent, jnp.float32))
+    late = np.arange(1, case.length + 1)[:, None, None]
+    errors = [relative_error(g, gradients[n]) for n, g in zip(NAMES, gradients_found, strict=True)]
+    return relative_error(np.asarray(found, np.float64) * late, out * late), max(errors)
+
+
+def lowered(function, arrays):
+    """The forward pass, and the gradient of a loss of it, before compilation."""
 
     def loss(*arrays):
         return jnp.sum(function(*arrays).astype(jnp.float32) ** 2)
 
-    forward = jax.jit(function).lower(*arrays).compile()
-    both = jax.jit(jax.grad(loss, argnums=tuple(range(len(arrays))))).lower(*arrays).compile()
+    gradient = jax.grad(loss, argnums=tuple(range(len(arrays))))
+    return [jax.jit(f).lower(*arrays) for f in (function, gradient)]
+
+
+def time_jax(row, compiled, arrays):
+    """Fills in the times and the memory of the forward pass and of its gradient."""
+    forward, both = compiled
     row.forward_ms = 1e3 * wall(lambda: forward(*arrays), jax.block_until_ready)
     row.both_ms = 1e3 * wall(lambda: both(*arrays), jax.block_until_ready)
-    analysis = both.memory_analysis()
-    row.temporary_bytes = None if analysis is None else analysis.temp_size_in_bytes
+    if (m := both.memory_analysis()) is not None:
+        row.temporary_bytes = m.temp_size_in_bytes
+        row.peak_bytes = sum(
+            (m.temp_size_in_bytes, m.argument_size_in_bytes, m.output_size_in_bytes)
+        )
 
 
-def time_ours(row, case, arrays):
-    """One of our implementations: checked first."""
-    try:
-        row.error, row.gradient_error = check(row.implementation, case, row.dtype)
-    except NotImplementedError as error:
-        row.note = str(error)
-        return
-    if max(row.error, row.gradient_error) > TOLERANCE[row.dtype]:
-        row.note = "refused: the check against the oracle failed"
-        return
-    time_jax(
-        row,
-        lambda *a: vla_jax.vla_attention(
-            *a, lambda0=case.lambda0, implementation=row.implementation
-        ),
-        arrays,
-    )
+def ours(implementation, case):
+    """`vla_attention` of this workload."""
+
+    def function(*arrays):
+        return vla_jax.vla_attention(*arrays, lambda0=case.lambda0, implementation=implementation)
+
+    return function
 
 
-def time_softmax(row, case, arrays):
+def softmax(backend):
     """`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU."""
-    backend = "cudnn" if jax.default_backend() == "gpu" else "xla"
-    row.note = f"jax.nn.dot_product_attention(implementation={backend!r})"
 
     def function(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=backend)
 
-    time_jax(row, function, arrays[:3])
+    return function
+
+
+def prepare(row, case, arrays):
+    """What is to be compiled for a row: lowered programs and their inputs; None for fla's."""
+    if row.implementation.startswith("fla_"):
+        return None
+    if row.implementation == "softmax":
+        backend = "cudnn" if jax.default_backend() == "gpu" else "xla"
+        row.note = f"jax.nn.dot_product_attention(implementation={backend!r})"
+        if row.length > FLAGS.softmax_length:
+            row.note = "not timed: its cost is quadratic (--softmax_length)"
+            return None
+        return lowered(softmax(backend), arrays[:3]), arrays[:3]
+    try:
+        return lowered(ours(row.implementation, case), arrays), arrays
+    except NotImplementedError as error:
+        row.note = str(error)
+        return None
+
+
+def measure(row, case, arrays, programs):
+    """Checks the row if it is one of ours, and times it; what cannot be done is noted."""
+    if row.implementation.startswith("fla_"):
+        try:
+            time_fla(row, case, arrays)
+        except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
+            row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+        return
+    if programs is None:
+        return
+    compiled, inputs = programs
+    if row.implementation != "softmax":
+        row.error, row.gradient_error = check(row.implementation, case, row.dtype)
+        if max(row.error, row.gradient_error) > TOLERANCE[row.dtype]:
+            row.note = "refused: the check against the oracle failed"
+            return
+    time_jax(row, compiled, inputs)
 
 
 def time_fla(row, case, arrays):
@@ -237,15 +285,7 @@ def time_fla(row, case, arrays):
     held = torch.cuda.memory_allocated()
     both()
     row.temporary_bytes = torch.cuda.max_memory_allocated() - held
-
-
-def time_peer(row, case, arrays):
-    """One peer; what it cannot do is noted, not hidden."""
-    function = time_softmax if row.implementation == "softmax" else time_fla
-    try:
-        function(row, case, arrays)
-    except (ImportError, NotImplementedError, RuntimeError, ValueError) as error:
-        row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+    row.peak_bytes = torch.cuda.max_memory_allocated()
 
 
 def selected():
@@ -287,11 +327,11 @@ def table(rows):
     """The rows as text."""
     lines = [
         f"{'implementation':<16}{'workload':<18}{'B':>4}{'T':>8}{'error':>10}{'grad':>10}"
-        f"{'forward ms':>12}{'fwd+bwd ms':>12}{'temp MiB':>10}  note"
+        f"{'forward ms':>12}{'fwd+bwd ms':>12}{'peak MiB':>10}  note"
     ]
     show = lambda x, form: "-" if x is None else format(x, form)  # noqa: E731
     for r in rows:
-        memory = None if r.temporary_bytes is None else r.temporary_bytes / 2**20
+        memory = None if r.peak_bytes is None else r.peak_bytes / 2**20
         lines.append(
             f"{r.implementation:<16}{r.workload:<18}{r.batch:>4}{r.length:>8}"
             f"{show(r.error, '.1e'):>10}{show(r.gradient_error, '.1e'):>10}"
@@ -335,20 +375,29 @@ def main(argv):
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     gpu = jax.default_backend() == "gpu"
     dtype = FLAGS.dtype or ("bfloat16" if gpu else "float32")
-    ours = FLAGS.implementations or (["pallas", "xla"] if gpu else ["reference", "xla"])
+    names = FLAGS.implementations
+    if names is None:
+        names = ["pallas", "xla"] if gpu else ["reference", "xla"]
     peers = FLAGS.peers
     if peers is None:
         peers = ["softmax", "fla_linear", "fla_delta", "fla_mesa"] if gpu else ["softmax"]
-    rows = []
+    jobs = []
     for name, case in selected():
         arrays = draw(case, dtype)
-        for implementation in [*ours, *peers]:
+        for implementation in [*names, *peers]:
             row = Row(implementation, name, case.batch, case.length, case.heads, case.dim, dtype)
-            (time_ours if implementation in ours else time_peer)(row, case, arrays)
-            if row.forward_ms is not None:
-                row.forward_tokens_per_s = 1e3 * case.batch * case.length / row.forward_ms
-            rows.append(row)
-            print(table([row]).splitlines()[1], flush=True)
+            jobs.append((row, case, arrays, prepare(row, case, arrays)))
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        futures = [j[3] and [pool.submit(p.compile) for p in j[3][0]] for j in jobs]
+    rows = []
+    for (row, case, arrays, programs), compiled in zip(jobs, futures, strict=True):
+        if programs is not None:
+            programs = [c.result() for c in compiled], programs[1]
+        measure(row, case, arrays, programs)
+        if row.forward_ms is not None:
+            row.forward_tokens_per_s = 1e3 * case.batch * case.length / row.forward_ms
+        rows.append(row)
+        print(table([row]).splitlines()[1], flush=True)
     found = versions()
     print(f"\n{found}\n{table(rows)}")
     out = pathlib.Path(FLAGS.out_dir)

@@ -56,11 +56,12 @@ TABLE: dict[tuple[str | None, str, int], dict[str, Any]] = {
         "invert_rows": 128,
         "invert_warps": 4,
         "factor_warps": 4,
+        "apply_width": 128,
         "apply_backward_width": 128,
         "apply_backward_warps": 8,
+        "du_tokens": 32,
         "du_width": 128,
         "du_warps": 8,
-        "du_stages": 1,
     },
     (None, "penalty_solve", 256): _SOLVE
     | {
