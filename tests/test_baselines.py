@@ -17,7 +17,7 @@ from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttenti
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
-from model import (  # noqa: E402
+from model import (
     MIXERS,
     Model,
     ModelConfig,
@@ -70,7 +70,7 @@ def recurrent(kind, inputs, memory, key_sum, penalty, segment_ids, mask):
 
 def softmax(inputs, segment_ids, mask):
     query, key, value = (inputs[n] for n in ("query", "key", "value"))
-    batch, length, heads, dim = key.shape
+    length, heads, dim = key.shape[1:]
     group = query.shape[2] // heads
     out = np.zeros((*query.shape[:3], value.shape[-1]), np.result_type(*inputs.values()))
     for b, t, h in np.ndindex(*query.shape[:3]):
