@@ -243,9 +243,7 @@ class Program:
         """Compiles everything for training; returns the seconds that it took."""
         start = time.perf_counter()
         cell = self.cell
-        seeds = jax.ShapeDtypeStruct((len(cell.seeds),), jnp.uint32)
-        self.init = jax.jit(self._init).lower(seeds).compile()
-        state = jax.eval_shape(self._init, seeds)
+        state = jax.eval_shape(self.init)
         active = jax.ShapeDtypeStruct(self.shape, bool)
         data = self._shapes(cell.task, cell.train.eval_every, cell.train.batch_size)
         self.chunk = (
@@ -274,14 +272,16 @@ class Program:
         ]
         return Batch(*(np.asarray(x) for x in _stack(drawn)))
 
-    def _init(self, seeds: jax.Array) -> Any:
+    def init(self) -> Any:
+        """Parameters and optimiser state of every run, a single run's for its seed."""
+
         def one(seed):
-            model = Model(self.cell.model, nnx.Rngs(jax.random.key(seed)))
-            params = nnx.state(model, nnx.Param)
+            params = nnx.state(Model(self.cell.model, nnx.Rngs(seed)), nnx.Param)
             return params, self._optimizer.init(params)
 
-        states = jax.vmap(one)(seeds)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.shape[0], *x.shape)), states)
+        states = [one(seed) for seed in self.cell.seeds]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+        return jax.tree.map(lambda x: jnp.stack([x] * self.shape[0]), stacked)
 
     def _chunk(self, state: Any, active: Any, data: Batch, rates: Any) -> Any:
         asked = _asked(self.cell.task, self.cell.train)
@@ -350,7 +350,7 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.ended = np.full(program.shape, "", object)
         self.ended_at = np.zeros(program.shape, int)
-        self.state = program.init(np.asarray(self.cell.seeds, np.uint32))
+        self.state = program.init()
         self.untrained: list[Any] = []
         if partial.exists():
             self._load()
@@ -886,7 +886,7 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
         return
     ahead = values.compile_ahead
     if ahead is None:
-        ahead = 0 if jax.default_backend() == "cpu" else 2
+        ahead = 0 if jax.default_backend() == "cpu" else 4
     options = Options(values.time_limit, ahead, progress=values.progress)
     try:
         cells = _choose(experiment.presets[values.preset](), values)
