@@ -27,9 +27,7 @@ def _published(arm: str, length: int) -> Cell:
 
 def _fair(arm: str, length: int = 512) -> Cell:
     task = MQAR(_PAIRS, 8192, "zoology", length)
-    model = model_of(
-        arm, match=True, vocab_size=task.vocab_size, max_length=None, short_conv=4
-    )
+    model = model_of(arm, match=True, vocab_size=task.vocab_size, max_length=None, short_conv=4)
     lengths = {f"T={m * length}": MQAR(_PAIRS, 8192, "zoology", m * length) for m in (2, 4, 8)}
     train = dataclasses.replace(FAIR, steps=2000)
     return Cell(arm, length, task, model, train, FAIR_RATES, SEEDS, lengths)
