@@ -166,9 +166,13 @@ ARMS: dict[str, dict[str, Any]] = {
 def model_of(arm: str, match: bool = False, **sizes: Any) -> ModelConfig:
     """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN."""
     config = ModelConfig(**(sizes | ARMS[arm]))
-    if match:
-        config = with_parameter_count(config, parameter_count(ModelConfig("vla", **sizes)))
-    return config
+    if not match:
+        return config
+    # All arms have the same embeddings, of which the difference does not depend.
+    small = sizes | {"vocab_size": 1, "max_length": None}
+    count = parameter_count(ModelConfig("vla", **small))
+    matched = with_parameter_count(ModelConfig(**(small | ARMS[arm])), count)
+    return dataclasses.replace(config, ffn_dim=matched.ffn_dim)
 
 
 def smoke(cells: Sequence[Cell]) -> list[Cell]:
@@ -745,7 +749,8 @@ def _legend(found: Mapping[Any, Outcome]) -> str:
     return (
         "Test accuracy, mean (lowest–highest) over the seeds, at the learning rate that is best on "
         "validation data; `@` names it where several were tried, and the number of seeds follows "
-        f"where they are not three. Untrained: {untrained}. Device: {devices}; jax {jax_versions}.\n"
+        f"where they are not three. Untrained: {untrained}. "
+        f"Device: {devices}; jax {jax_versions}.\n"
     )
 
 
@@ -882,6 +887,7 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
     if values.preset in experiment.direct:
+        pathlib.Path(out_dir).mkdir(parents=True, exist_ok=True)
         experiment.direct[values.preset](pathlib.Path(out_dir))
         return
     ahead = values.compile_ahead

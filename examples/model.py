@@ -21,6 +21,8 @@ from flax import nnx
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention
 
+EMBEDDING_STD = 0.02
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -188,7 +190,7 @@ class Model(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         options: dict[str, Any] = {
-            "embedding_init": nnx.initializers.normal(0.02),
+            "embedding_init": nnx.initializers.normal(EMBEDDING_STD),
             "dtype": config.dtype,
             "rngs": rngs,
         }
@@ -287,6 +289,7 @@ class Model(nnx.Module):
         return self._logits(x), ModelState(tuple(states), state.position + 1)
 
 
+@functools.lru_cache(None)
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the model of ``config``, embeddings included."""
     shapes = nnx.state(nnx.eval_shape(lambda: Model(config, nnx.Rngs(0))), nnx.Param)

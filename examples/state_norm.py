@@ -53,13 +53,17 @@ def inputs(seed: int, length: int, kind: str = "random", start: int = 0) -> Any:
     Args:
       seed: of the layer and the tokens.
       length: T.
-      kind: ``"random"`` for independent normal inputs, ``"zipf"`` for 128 fixed ones, of which the
-        r-th most frequent is drawn with probability ∝ 1/r.
+      kind: ``"random"`` for independent normal inputs of the layer, ``"zipf"`` for 128 fixed ones,
+        of which the r-th most frequent is drawn with probability ∝ 1/r, ``"independent"`` for
+        normal raw queries, keys and values that know nothing of one another.
       start: how many tokens came before, in multiples of which the tokens are drawn.
     """
     config = layer.LayerConfig(num_heads=HEADS, in_features=WIDTH, lambda0=LAMBDA0)
     params = layer.init_parameters(config, jax.random.key(seed))
     rng = np.random.default_rng([seed, start])
+    if kind == "independent":
+        query, key, value = rng.standard_normal((3, 1, length, HEADS, DIM)).astype(np.float32)
+        return _mapped(params["u_proj"]["kernel"], query, key, value)
     if kind == "random":
         x = rng.standard_normal((1, length, WIDTH))
     else:
@@ -72,6 +76,12 @@ def inputs(seed: int, length: int, kind: str = "random", start: int = 0) -> Any:
 @functools.partial(jax.jit, static_argnums=0)
 def _projected(config, params, x):
     return layer._attention_inputs(config, params, x, None, None, None)[:4]
+
+
+@jax.jit
+def _mapped(u_map, query, key, value):
+    direction = numerics.normalize(jnp.einsum("bthd,hde->bthe", key, u_map)) / math.sqrt(DIM)
+    return numerics.feature_map(query), numerics.feature_map(key), value, direction
 
 
 @jax.jit
@@ -109,9 +119,9 @@ def _curve(values: Any) -> list[list[float]]:
 # --- T = 1000, as published ----------------------------------------------------------------------
 
 
-def norm(arm: str, seed: int, length: int) -> dict[str, Any]:
+def norm(arm: str, seed: int, length: int, kind: str = "random") -> dict[str, Any]:
     """The Frobenius norm of the memory of one head."""
-    _, key, value, direction = inputs(seed, length)
+    _, key, value, direction = inputs(seed, length, kind)
     unit = numerics.normalize(key)
     if arm == "linear attention":
         norms = memory_norms(jnp.zeros_like(key), key, value)
@@ -354,9 +364,11 @@ def measurements(preset: str) -> Iterator[Measurement]:
     length = 40 if small else 1000
     if preset in ("published", "smoke"):
         for seed in seeds:
-            for arm in NORM_ARMS:
-                call: Any = functools.partial(norm, arm, seed, length)
-                yield {"part": "norm", "arm": arm, "seed": seed, "length": length}, call
+            for kind in ("random", "independent"):
+                for arm in NORM_ARMS:
+                    call: Any = functools.partial(norm, arm, seed, length, kind)
+                    what = {"arm": arm, "inputs": kind, "seed": seed, "length": length}
+                    yield {"part": "norm"} | what, call
             for direction in ("learned", "key"):
                 what = {"arm": direction, "seed": seed, "length": length}
                 call = functools.partial(jacobian, direction, seed, length)
@@ -532,7 +544,8 @@ def plot(rows: Sequence[grid.Row], path: pathlib.Path) -> None:
         ("stream", "streams, and a greedy adversary", "‖S‖", axes[3]),
     )
     for part, title, label, one in panels:
-        series = dict(_select(rows, part))
+        shown = [row for row in rows if row.get("inputs") != "independent"]
+        series = dict(_select(shown, part))
         if part == "stream":
             series |= {f"adversary, u {n}": r for n, r in _select(rows, "adversary").items()}
         for i, (name, group) in enumerate(series.items()):
