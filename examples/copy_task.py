@@ -21,7 +21,7 @@ import grid
 import jax
 import numpy as np
 from flax import nnx
-from grid import ARMS, FAIR, FAIR_RATES, SEEDS, Cell, model_of
+from grid import FAIR, FAIR_RATES, SEEDS, Cell, model_of
 from model import EMBEDDING_STD, Model
 from tasks import Copy
 from training import TEST, TrainConfig, batch
@@ -43,6 +43,7 @@ def _fair(arm: str, tokens: int) -> Cell:
 
 
 STDS = (0.02, 1.0)
+_UNTRAINED = ("vla", "deltanet", "published_deltanet", "softmax", "linear")
 
 
 def _untrained(out_dir: pathlib.Path) -> None:
@@ -50,7 +51,7 @@ def _untrained(out_dir: pathlib.Path) -> None:
     path = out_dir / "untrained.jsonl"
     done = {(row["arm"], row["seed"], row["embedding_std"]) for row in grid.read_rows(path)}
     task = Copy(16)
-    for arm, seed, std in itertools.product(ARMS, SEEDS, STDS):
+    for arm, seed, std in itertools.product(_UNTRAINED, SEEDS, STDS):
         if (arm, seed, std) in done:
             continue
         config = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
@@ -78,7 +79,7 @@ def _untrained(out_dir: pathlib.Path) -> None:
     rows = grid.read_rows(path)
     names = [f"{target} token, std {std:g}" for std in STDS for target in ("next", "current")]
     lines = ["| arm | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
-    for arm in ARMS:
+    for arm in _UNTRAINED:
         means = [
             np.mean(
                 [

@@ -201,14 +201,14 @@ PUBLISHED_ARMS = ("vla", "published_deltanet", "deltanet", "identity", "linear",
 # Arms that decide what VLA buys, then everything else.
 FAIR_ARMS = ("vla", "deltanet", "vla key", "identity", "mesa", "gated_deltanet", "softmax")
 ABLATIONS = (
-    "vla key rls",
     "vla key projection",
     "vla key no ratio",
     "vla no ratio",
     "vla projection",
-    "vla rls",
     "vla rms",
     "linear",
+    "vla rls",
+    "vla key rls",
 )
 
 
@@ -886,6 +886,8 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
         sys.exit(f"{name}: unexpected argument {argv[1]!r}")
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
+    # A long program behind another one was seen to wait for ever on two CPU cores (jax 0.10.2).
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if values.preset in experiment.direct:
         pathlib.Path(out_dir).mkdir(parents=True, exist_ok=True)
         experiment.direct[values.preset](pathlib.Path(out_dir))

@@ -37,7 +37,7 @@ RECALL_PAIRS = (4, 8, 16, 24, 32, 48, 64, 96)
 
 def _vla(direction: str, write_gain: str, key: Any, value: Any, u: Any) -> Any:
     _, state = vla_jax.vla_attention(
-        key, key, value, u if direction == "map" else None,
+        key, key, value, None if direction == "key" else u,
         lambda0=LAMBDA0, write_gain=write_gain, return_state=True,
     )  # fmt: skip
     return _read(state.memory, numerics.normalize(key))
@@ -66,9 +66,10 @@ RECALL_ARMS: dict[str, Callable[..., Any]] = {
     "linear attention": _linear,
     "delta rule (A ≡ I)": _delta,
     "VLA, random map, unit": functools.partial(_vla, "map", "unit"),
-    "VLA, u from the key, unit": functools.partial(_vla, "key", "unit"),
-    "VLA, u from the key, projection": functools.partial(_vla, "key", "projection"),
-    "VLA, u from the key, rls": functools.partial(_vla, "key", "rls"),
+    "VLA, u = k̂ / √D, unit": functools.partial(_vla, "key", "unit"),
+    "VLA, u = k̂ / √D, projection": functools.partial(_vla, "key", "projection"),
+    "VLA, u = k̂ / √D, rls": functools.partial(_vla, "key", "rls"),
+    "VLA, u = k̂, rls": functools.partial(_vla, "unit key", "rls"),
     "exact ridge regression": _ridge,
 }
 
@@ -140,7 +141,7 @@ def _report(rows: list[grid.Row], out_dir: pathlib.Path) -> None:
         figure.savefig(temporary, dpi=200)
 
 
-ARMS = ("vla", "vla key", "identity", "deltanet", "mesa", "vla key rls", "vla key projection")
+ARMS = ("vla", "vla key", "identity", "deltanet", "mesa", "vla key projection")
 
 EXPERIMENT = grid.Experiment(
     name="overload",

@@ -305,14 +305,15 @@ def test_recall_without_training():
     raw, value = np.random.default_rng(0).standard_normal((2, 8, 24, 1, 32)).astype(np.float32)
     u_map = jnp.eye(32)
     accuracy = {arm: float(overload._accuracy(arm, raw, value, u_map)) for arm in (
-        "linear attention", "VLA, u from the key, unit", "exact ridge regression")}  # fmt: skip
+        "linear attention", "VLA, u = k̂ / √D, unit", "exact ridge regression", "VLA, u = k̂, rls")}  # fmt: skip
     assert accuracy["exact ridge regression"] > 0.98
+    assert accuracy["VLA, u = k̂, rls"] == accuracy["exact ridge regression"]
     assert accuracy["linear attention"] < 0.3
-    assert accuracy["linear attention"] < accuracy["VLA, u from the key, unit"]
+    assert accuracy["linear attention"] < accuracy["VLA, u = k̂ / √D, unit"]
 
 
 def test_the_published_copy_target_is_the_input(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(copy_task, "ARMS", {"softmax": grid.ARMS["softmax"]})
+    monkeypatch.setattr(copy_task, "_UNTRAINED", ("softmax",))
     monkeypatch.setattr(copy_task, "SEEDS", (0,))
     copy_task._untrained(tmp_path)
     small, large = grid.read_rows(tmp_path / "untrained.jsonl")
