@@ -880,14 +880,25 @@ def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
     return list(cells)
 
 
+def _one_cpu_thread() -> None:
+    """On a CPU, computes in one thread: in two, jaxlib 0.10.2 can wait for ever.
+
+    Each of two batched Cholesky factorisations that a program runs at once waits, in a thread of
+    the pool, for threads of that pool. It has effect before JAX first looks for devices.
+    """
+    flag = "--xla_cpu_multi_thread_eigen"
+    given = os.environ.get("XLA_FLAGS", "")
+    if flag not in given:
+        os.environ["XLA_FLAGS"] = f"{given} {flag}=false".strip()
+
+
 def _main(experiment: Experiment, argv: list[str]) -> None:
     name = experiment.name
+    _one_cpu_thread()
     if len(argv) > 1:
         sys.exit(f"{name}: unexpected argument {argv[1]!r}")
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
-    # A long program behind another one was seen to wait for ever on two CPU cores (jax 0.10.2).
-    jax.config.update("jax_cpu_enable_async_dispatch", False)
     if values.preset in experiment.direct:
         pathlib.Path(out_dir).mkdir(parents=True, exist_ok=True)
         experiment.direct[values.preset](pathlib.Path(out_dir))

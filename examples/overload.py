@@ -36,6 +36,8 @@ RECALL_PAIRS = (4, 8, 16, 24, 32, 48, 64, 96)
 
 
 def _vla(direction: str, write_gain: str, key: Any, value: Any, u: Any) -> Any:
+    if direction == "unit key":  # of length 1, with which "rls" is recursive least squares
+        u = numerics.normalize(key)
     _, state = vla_jax.vla_attention(
         key, key, value, None if direction == "key" else u,
         lambda0=LAMBDA0, write_gain=write_gain, return_state=True,

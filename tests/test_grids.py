@@ -304,8 +304,11 @@ def test_an_adversary_beats_the_random_norm(state_norm):
 def test_recall_without_training():
     raw, value = np.random.default_rng(0).standard_normal((2, 8, 24, 1, 32)).astype(np.float32)
     u_map = jnp.eye(32)
-    accuracy = {arm: float(overload._accuracy(arm, raw, value, u_map)) for arm in (
-        "linear attention", "VLA, u = k̂ / √D, unit", "exact ridge regression", "VLA, u = k̂, rls")}  # fmt: skip
+    arms = ("linear attention", "VLA, u = k̂ / √D, unit", "VLA, u = k̂, rls")
+    accuracy = {
+        arm: float(overload._accuracy(arm, raw, value, u_map))
+        for arm in (*arms, "exact ridge regression")
+    }
     assert accuracy["exact ridge regression"] > 0.98
     assert accuracy["VLA, u = k̂, rls"] == accuracy["exact ridge regression"]
     assert accuracy["linear attention"] < 0.3
