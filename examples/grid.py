@@ -152,6 +152,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "mesa": {"mixer": "mesa"},
     "identity": {"mixer": "identity"},
+    "deltanet elu": {"mixer": "deltanet_elu"},
     "vla key": {"mixer": "vla", "direction": "key"},
     "vla projection": {"mixer": "vla", "write_gain": "projection"},
     "vla rls": {"mixer": "vla", "write_gain": "rls"},
@@ -179,7 +180,7 @@ def smoke(cells: Sequence[Cell]) -> list[Cell]:
     """Cells of another preset, small enough for seconds."""
     small = []
     for cell in cells:
-        sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
+        sizes: dict[str, Any] = {"d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
         train = dataclasses.replace(cell.train, steps=4, batch_size=4, eval_every=2, eval_batches=1)
         model = dataclasses.replace(cell.model, **sizes)
         seeds = cell.seeds[:2]
@@ -197,10 +198,19 @@ FAIR_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS = (0, 1, 2)
 
 # Arms of the published comparison, with DeltaNet as it is beside the published one, and A ≡ I.
-PUBLISHED_ARMS = ("vla", "published_deltanet", "deltanet", "identity", "linear", "softmax")
+PUBLISHED_ARMS = (
+    "vla",
+    "identity",
+    "published_deltanet",
+    "deltanet",
+    "deltanet elu",
+    "linear",
+    "softmax",
+)
 # Arms that decide what VLA buys, then everything else.
 FAIR_ARMS = ("vla", "deltanet", "vla key", "identity", "mesa", "gated_deltanet", "softmax")
 ABLATIONS = (
+    "deltanet elu",
     "vla key projection",
     "vla key no ratio",
     "vla no ratio",
@@ -263,7 +273,9 @@ class Program:
 
     def _shapes(self, task: Task, batches: int, batch_size: int) -> Batch:
         shape = (batches, len(self.cell.seeds), batch_size, task.length)
-        return Batch(*(jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.int32, jnp.float32)))
+        dtypes: tuple[Any, ...] = (jnp.int32, jnp.int32, jnp.float32)
+        fields: list[Any] = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
+        return Batch(*fields)
 
     def draw(self, task: Task, stream: int, first: int, batches: int, rows: int = 0) -> Batch:
         """Batches ``first`` and on of a stream, ``[batches, seed, B, T]``, as a single run's."""
@@ -379,7 +391,9 @@ class Training:
             "ended": self.ended.tolist(),
             "ended_at": self.ended_at.tolist(),
         }
-        leaves = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))}
+        leaves: dict[str, Any] = {
+            f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))
+        }
         buffer = io.BytesIO()
         np.savez(buffer, meta=np.asarray(json.dumps(meta)), **leaves)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -725,16 +739,16 @@ def table(
             lines.append("| " + " | ".join(cells) + " |")
             values = published.get(arm, {})
             if values:
-                row = [f"{values[s]:.3f}" if s in values else "" for s in settings]
-                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *row]) + " |")
+                beside = [f"{values[s]:.3f}" if s in values else "" for s in settings]
+                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *beside]) + " |")
         lines.append("")
         names = dict.fromkeys(n for o in here.values() for r in o.rows for n in r["lengths"])
         if names:
             lines.append("| arm | trained on | " + " | ".join(names) + " |")
             lines.append("| --- | --- | " + " | ".join("---" for _ in names) + " |")
             for (arm, setting), o in here.items():
-                values = [_spread(o.accuracies(n)) for n in names]
-                lines.append("| " + " | ".join([arm, f"{setting:g}", *values]) + " |")
+                spreads = [_spread(o.accuracies(n)) for n in names]
+                lines.append("| " + " | ".join([arm, f"{setting:g}", *spreads]) + " |")
             lines.append("")
     lines.append(_legend(found))
     return "\n".join(lines)

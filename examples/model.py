@@ -305,7 +305,7 @@ def state_floats(config: ModelConfig, length: int) -> int:
     heads = config.num_kv_heads or config.num_heads
     dim = config.d_model // config.num_heads
     sizes = {"vla": 2 * dim * dim + dim, "mesa": 2 * dim * dim, "softmax": 2 * length * dim}
-    sizes |= dict.fromkeys(("deltanet", "gated_deltanet"), dim * dim)
+    sizes |= dict.fromkeys(("deltanet", "deltanet_elu", "gated_deltanet"), dim * dim)
     if config.readout == "none":
         sizes["vla"] = 2 * dim * dim
     conv = 0

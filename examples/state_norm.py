@@ -350,7 +350,9 @@ def two_keys(angle: float) -> dict[str, Any]:
     value = np.zeros_like(key)
     value[..., 0] = np.tile([1.0, -1.0], 100_000)[:, None]
     with jax.enable_x64(True):
-        norms = diagnostics.state_norm(key[None], value[None], lambda0=LAMBDA0)
+        norms = diagnostics.state_norm(
+            jnp.asarray(key[None]), jnp.asarray(value[None]), lambda0=LAMBDA0
+        )
         return {"largest": float(jnp.max(norms)), "two_over_angle": 2 / angle}
 
 
