@@ -243,7 +243,7 @@ def command(name, *arguments):
 def test_a_command_names_a_bad_flag(tmp_path):
     done = command("capacity", f"--out_dir={tmp_path}", "--arms=other")
     assert done.returncode != 0
-    assert "--arms must be among vla, published_deltanet" in done.stderr
+    assert "--arms must be among vla, identity" in done.stderr
     assert "Traceback" not in done.stderr
 
 
