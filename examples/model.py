@@ -2,12 +2,15 @@
 
 A mixer maps ``[B, T, d_model]`` to the same and has the interface of
 ``vla_jax.nnx.VariationalLinearAttention``: a call with ``mask``, ``segment_ids``, ``initial_state``
-and ``return_state``, and ``init_state`` and ``step`` for decoding.
+and ``return_state``, and ``init_state`` and ``step`` for decoding. All mixers stand on one scaffold
+(``vla_jax.baseline_layers``).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from ngrams import NGrams
 
+from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention
 
 
@@ -32,14 +36,16 @@ class ModelConfig:
       implementation, direction, lambda0: options of ``"vla"``, as in the layer.
       layers: one name in ``MIXERS`` for each layer, such as ``("vla", "vla", "softmax")``; None for
         ``mixer`` in all of them.
-      num_kv_heads, short_conv, readout: further options of ``"vla"``; None for the layer's default.
+      num_kv_heads, short_conv: of every mixer; None for the layer's default.
+      write_gain, readout: further options of ``"vla"``; None for the layer's default.
       window: tokens that ``"softmax"`` can keep of a sequence when it decodes; None for
         ``max_length``. Past it, see ``SoftmaxAttention``.
       ngrams: tokens of the longest string with an embedding of its own, see ``NGrams``; None for
         none.
       ngram_bits, ngram_width: of its tables.
       dtype: of the computation, such as ``"bfloat16"``; None for float32. Parameters, logits and
-        the state of ``"vla"`` are float32 whatever it is.
+        the state of all mixers but ``"softmax"`` are float32 whatever it is.
+      output_norm: of every mixer: ``"layer"``, ``"rms_per_head"`` or ``"none"``.
 
     Raises:
       ValueError: naming what does not fit.
@@ -64,6 +70,8 @@ class ModelConfig:
     ngram_bits: int = 14
     ngram_width: int = 64
     dtype: str | None = None
+    write_gain: str | None = None
+    output_norm: str = "layer"
 
     def __post_init__(self) -> None:
         if self.layers is not None:
@@ -101,127 +109,47 @@ class ModelConfig:
         return min((bound for bound in bounds if bound is not None), default=None)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """What softmax attention keeps of a sequence, in room for ``W`` tokens.
-
-    Attributes:
-      key, value: ``[B, W, H, D]``, the tokens in order, then zeros.
-      first: ``[B]`` int32, the first token of the segment that goes on.
-      count: ``[B]`` int32, tokens written.
-    """
-
-    key: jax.Array
-    value: jax.Array
-    first: jax.Array
-    count: jax.Array
-
-
-class SoftmaxAttention(nnx.Module):
-    """Causal softmax attention.
-
-    Decoding keeps the keys and values of at most ``config.window`` tokens. More raise ValueError
-    where their number is known (outside ``jit``); under ``jit``, where nothing can be raised, every
-    output past the window is NaN.
-    """
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.shape = (config.num_heads, config.d_model // config.num_heads)
-        self.window = config.window or config.max_length
-        self.dtype = jnp.dtype(config.dtype or jnp.float32)
-        options: dict[str, Any] = {"dtype": config.dtype, "rngs": rngs}
-        self.qkv = nnx.LinearGeneral(config.d_model, (3, *self.shape), **options)
-        self.out = nnx.LinearGeneral(self.shape, config.d_model, axis=(-2, -1), **options)
-
-    def __call__(
-        self,
-        x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        segment_ids: jax.Array | None = None,
-        initial_state: Cache | None = None,
-        return_state: bool = False,
-    ) -> Any:
-        """``[B, T, d_model]`` to the same, or to that and the state."""
-        query, key, value = jnp.moveaxis(self.qkv(x), -3, 0)
-        if mask is None and initial_state is None and not return_state:
-            seen = None
-            if segment_ids is not None:
-                seen = (segment_ids[:, :, None] == segment_ids[:, None, :])[:, None]
-            return self.out(
-                jax.nn.dot_product_attention(query, key, value, mask=seen, is_causal=True)
-            )
-
-        batch, length, _ = x.shape
-        present = jnp.ones((batch, length), bool) if mask is None else jnp.asarray(mask)
-        ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
-        state = self.init_state(batch) if initial_state is None else initial_state
-        # A token goes to the slot of its number in the sequence; an absent one nowhere.
-        number = state.count[:, None] + jnp.cumsum(present, axis=1) - 1
-        slot = jnp.where(present, number, self.window)
-        row = jnp.arange(batch)[:, None]
-        put = lambda cache, new: cache.at[row, slot].set(new, mode="drop")  # noqa: E731
-        key, value = put(state.key, key), put(state.value, value)
-        slots = jnp.arange(self.window)
-        earlier = jnp.broadcast_to(ids[:, :1], (batch, self.window))
-        segment = put(earlier, ids)
-        seen = (slots <= number[..., None]) & (slots >= state.first[:, None, None])
-        seen &= segment[:, None, :] == ids[..., None]
-        out = self.out(jax.nn.dot_product_attention(query, key, value, mask=seen[:, None]))
-        count = number[:, -1] + 1
-        self._check(count)
-        out = jnp.where(number[..., None] < self.window, out, jnp.nan)
-        out = jnp.where(present[..., None], out, 0)
-        if not return_state:
-            return out
-        goes_on = (segment == ids[:, -1:]) & (slots >= state.first[:, None])
-        goes_on &= slots < count[:, None]
-        first = jnp.where(jnp.any(goes_on, axis=1), jnp.argmax(goes_on, axis=1), count)
-        return out, Cache(key, value, first.astype(jnp.int32), count.astype(jnp.int32))
-
-    def _check(self, count: jax.Array) -> None:
-        if not isinstance(count, jax.core.Tracer) and int(jnp.max(count)) > self.window:
-            raise ValueError(
-                f"softmax attention keeps window = {self.window} tokens of a sequence, "
-                f"got {int(jnp.max(count))}: raise window in ModelConfig, or use other mixers"
-            )
-
-    def init_state(self, batch_size: int) -> Cache:
-        """The state of ``batch_size`` fresh sequences."""
-        if self.window is None:
-            raise ValueError(
-                "softmax attention needs window in ModelConfig: how many tokens of a sequence it "
-                "can keep, since max_length is None"
-            )
-        cache = jnp.zeros((batch_size, self.window, *self.shape), self.dtype)
-        number = jnp.zeros(batch_size, jnp.int32)
-        return Cache(cache, cache, number, number)
-
-    def step(self, x_t: jax.Array, state: Cache) -> tuple[jax.Array, Cache]:
-        """One token, ``[B, d_model]``: ``(out, state)``."""
-        out, state = self(x_t[:, None], initial_state=state, return_state=True)
-        return out[:, 0], state
+def _scaffold(config: ModelConfig) -> dict[str, Any]:
+    """What every mixer has."""
+    return {
+        "num_kv_heads": config.num_kv_heads,
+        "short_conv": config.short_conv,
+        "output_norm": None if config.output_norm == "none" else config.output_norm,
+        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
+    }
 
 
 def _vla(config: ModelConfig, rngs: nnx.Rngs) -> VariationalLinearAttention:
-    options: dict[str, Any] = {
+    options = _scaffold(config) | {
         "implementation": config.implementation,
         "direction": config.direction,
         "lambda0": config.lambda0,
-        "num_kv_heads": config.num_kv_heads,
-        "short_conv": config.short_conv,
-        "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
     }
-    if config.readout is not None:
-        options["readout"] = config.readout
+    for name in ("write_gain", "readout"):
+        if getattr(config, name) is not None:
+            options[name] = getattr(config, name)
     return VariationalLinearAttention(config.num_heads, config.d_model, **options, rngs=rngs)
+
+
+def _softmax(config: ModelConfig, rngs: nnx.Rngs) -> SoftmaxAttention:
+    return SoftmaxAttention(
+        config.num_heads,
+        config.d_model,
+        window=config.window or config.max_length,
+        **_scaffold(config),
+        rngs=rngs,
+    )
+
+
+def _baseline(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> BaselineAttention:
+    return BaselineAttention(kind, config.num_heads, config.d_model, **_scaffold(config), rngs=rngs)
 
 
 # [B, T, d_model] to [B, T, d_model]; everything else in the model is shared.
 MIXERS: dict[str, Callable[[ModelConfig, nnx.Rngs], Any]] = {
     "vla": _vla,
-    "softmax": SoftmaxAttention,
+    "softmax": _softmax,
+    **{kind: functools.partial(_baseline, kind) for kind in BASELINES},
 }
 
 
@@ -307,6 +235,7 @@ class Model(nnx.Module):
         initial_state: ModelState | None = None,
         return_state: bool = False,
         axis_name: str | None = None,
+        at: jax.Array | None = None,
     ) -> Any:
         """Token ids ``[B, T]`` to logits ``[B, T, vocab_size]``.
 
@@ -320,6 +249,8 @@ class Model(nnx.Module):
           return_state: whether to return ``(logits, state)``.
           axis_name: inside ``jax.shard_map``, the mesh axis over which T is sharded. Every mixer
             must be ``"vla"``; nothing but the tokens and segments can be given.
+          at: ``[B, K]`` positions, the only ones for which logits (``[B, K, vocab_size]``) are
+            computed; None for all.
 
         Raises:
           ValueError: for segments in a model with positions, past a window (see
@@ -353,6 +284,8 @@ class Model(nnx.Module):
                 options["axis_name"] = axis_name
             x, state = block(x, mask=mask, **options)
             states.append(state)
+        if at is not None:
+            x = jnp.take_along_axis(x, at[..., None], axis=1)
         logits = self._logits(x)
         if not return_state:
             return logits
@@ -389,3 +322,40 @@ class Model(nnx.Module):
             x, after = block.step(x, before)
             states.append(after)
         return self._logits(x), ModelState(tuple(states), state.position + 1, history)
+
+
+def parameter_count(config: ModelConfig) -> int:
+    """Parameters of the model of ``config``, embeddings included."""
+    shapes = nnx.state(nnx.eval_shape(lambda: Model(config, nnx.Rngs(0))), nnx.Param)
+    return sum(math.prod(x.shape) for x in jax.tree.leaves(shapes))
+
+
+def state_floats(config: ModelConfig, length: int) -> int:
+    """Numbers that all layers keep of one sequence of ``length`` tokens to go on from it.
+
+    Of softmax attention, the keys and values of all tokens; of the others, the fields that define
+    the state (the inverse that ``"vla"`` caches beside its penalty is derived, and not counted).
+    """
+    heads = config.num_kv_heads or config.num_heads
+    dim = config.d_model // config.num_heads
+    sizes = {"vla": 2 * dim * dim + dim, "mesa": 2 * dim * dim, "softmax": 2 * length * dim}
+    sizes |= dict.fromkeys(("deltanet", "gated_deltanet"), dim * dim)
+    if config.readout == "none":
+        sizes["vla"] = 2 * dim * dim
+    conv = 0
+    if config.short_conv is not None:
+        conv = (config.short_conv - 1) * (config.num_heads + 2 * heads) * dim
+    return sum(heads * sizes.get(mixer, dim * dim + dim) + conv for mixer in config.mixers)
+
+
+def with_parameter_count(config: ModelConfig, count: int) -> ModelConfig:
+    """``config`` with the feed-forward width for which it has nearly ``count`` parameters.
+
+    Raises:
+      ValueError: if the rest of the model alone has more.
+    """
+    unit = config.num_layers * (2 * config.d_model + 1)  # parameters of one more in every layer
+    width = config.ffn_dim + round((count - parameter_count(config)) / unit)
+    if width < 1:
+        raise ValueError(f"count = {count} is less than mixer {config.mixer!r} needs")
+    return dataclasses.replace(config, ffn_dim=width)

@@ -25,9 +25,10 @@ from training import Run, SettingsError, TrainConfig, make_mesh
 
 from vla_jax.layer import DIRECTIONS
 from vla_jax.primitives import IMPLEMENTATIONS
+from vla_jax.types import READOUTS, WRITE_GAINS
 
 _T, _M = TrainConfig(), ModelConfig()
-_VLA_ONLY = ("implementation", "direction", "lambda0")
+_VLA_ONLY = ("implementation", "direction", "lambda0", "write_gain", "readout")
 
 _MODEL = flags.DEFINE_enum("model", "vla", sorted(MIXERS), "The token mixer.")
 _NUM_PAIRS = flags.DEFINE_integer("num_pairs", 8, "Key-value pairs.", lower_bound=1)
@@ -45,6 +46,12 @@ _IMPLEMENTATION = flags.DEFINE_enum(
 )
 _DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of --model=vla.")
 _LAMBDA0 = flags.DEFINE_float("lambda0", _M.lambda0, "Of --model=vla.", lower_bound=1e-12)
+_WRITE_GAIN = flags.DEFINE_enum("write_gain", None, WRITE_GAINS, "Of --model=vla.")
+_READOUT = flags.DEFINE_enum("readout", None, READOUTS, "Of --model=vla.")
+_SHORT_CONV = flags.DEFINE_integer("short_conv", 0, "Of any model; 0 for none.", lower_bound=0)
+_OUTPUT_NORM = flags.DEFINE_enum(
+    "output_norm", _M.output_norm, ["layer", "rms_per_head", "none"], "Of any model."
+)
 _STEPS = flags.DEFINE_integer("steps", _T.steps, "Optimiser steps at most.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", _T.batch_size, "Sequences.", lower_bound=1)
 _LEARNING_RATE = flags.DEFINE_float(
@@ -83,6 +90,10 @@ def _run() -> Run:
         implementation=_IMPLEMENTATION.value,
         direction=_DIRECTION.value,
         lambda0=_LAMBDA0.value,
+        write_gain=_WRITE_GAIN.value,
+        readout=_READOUT.value,
+        short_conv=_SHORT_CONV.value or None,
+        output_norm=_OUTPUT_NORM.value,
     )
     training = TrainConfig(
         steps=_STEPS.value,

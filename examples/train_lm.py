@@ -31,7 +31,7 @@ _LAYERS = flags.DEFINE_list("layers", ["vla", "vla"], f"Mixers, each of {', '.jo
 _D_MODEL = flags.DEFINE_integer("d_model", 192, "Width of the model.", lower_bound=1)
 _NUM_HEADS = flags.DEFINE_integer("num_heads", 6, "Heads.", lower_bound=1)
 _FFN_DIM = flags.DEFINE_integer("ffn_dim", 512, "Feed-forward width.", lower_bound=1)
-_SHORT_CONV = flags.DEFINE_integer("short_conv", 4, "Of vla layers; 0 for none.", lower_bound=0)
+_SHORT_CONV = flags.DEFINE_integer("short_conv", 4, "Of every layer; 0 for none.", lower_bound=0)
 _DIRECTION = flags.DEFINE_enum("direction", "key", DIRECTIONS, "Of vla layers.")
 _READOUT = flags.DEFINE_enum("readout", "ratio", READOUTS, "Of vla layers.")
 _IMPLEMENTATION = flags.DEFINE_enum("implementation", None, IMPLEMENTATIONS, "Of vla layers.")

@@ -342,7 +342,10 @@ def mqar(*arguments):
     ("arguments", "message"),
     [
         (["--num_pairs=0"], "num_pairs"),
-        (["--model=other"], "should be one of <softmax|vla>"),
+        (
+            ["--model=other"],
+            "should be one of <deltanet|gated_deltanet|",
+        ),
         (["--num_heads=3"], "d_model must be a multiple of num_heads = 3, got 128"),
         (["--model=softmax", "--lambda0=1"], "--lambda0 needs --model=vla"),
     ],

@@ -402,6 +402,7 @@ def _attention_inputs(
     mask: Array | None,
     segment_ids: Array | None,
     axis_name: str | None = None,
+    feature_map: Callable[[Array], Array] = numerics.feature_map,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """``(query, key, value, direction, convolution cache)`` from ``x [B, T, in_features]``."""
     projected = [_dense(config, params[name], x, 1) for name in _QKV]
@@ -428,7 +429,7 @@ def _attention_inputs(
         )
         wide = numerics.normalize(direction.astype(numerics.accumulator_dtype(key.dtype)))
         direction = (wide / math.sqrt(config.head_dim)).astype(key.dtype)
-    return numerics.feature_map(query), numerics.feature_map(key), value, direction, cache
+    return feature_map(query), feature_map(key), value, direction, cache
 
 
 def _output(config: LayerConfig, params: Parameters, out: Array) -> Array:

@@ -1,0 +1,99 @@
+"""Repeating a sequence, each token predicted before it is seen.
+
+    python examples/copy_task.py --preset=published --out_dir=DIR
+
+The published copy task has the *current* input token as its target, which an untrained model with
+tied embeddings solves. Here the target is the *next* token, and every row records the accuracy of
+the untrained model, which is at chance. `--preset=untrained` measures that alone, for both targets.
+`--preset=fair` sweeps the learning rate, has a short convolution and no positions, and tests at
+twice the trained length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import grid
+import jax
+import numpy as np
+from flax import nnx
+from grid import ARMS, FAIR, FAIR_RATES, SEEDS, Cell, model_of
+from model import Model
+from tasks import Copy
+from training import TEST, TrainConfig, batch
+
+_ARMS = ("vla", "deltanet", "softmax", "linear", "gated_deltanet", "identity", "mesa", "vla key")
+
+
+def _published(arm: str, tokens: int) -> Cell:
+    task = Copy(tokens)
+    model = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
+    return Cell(arm, tokens, task, model, grid.PUBLISHED, grid.PUBLISHED_RATES, SEEDS)
+
+
+def _fair(arm: str, tokens: int) -> Cell:
+    task = Copy(tokens)
+    model = model_of(arm, match=True, vocab_size=task.vocab_size, max_length=None, short_conv=4)
+    lengths = {"2n": Copy(2 * tokens)}
+    return Cell(arm, tokens, task, model, FAIR, FAIR_RATES, SEEDS, lengths)
+
+
+def _untrained(out_dir: pathlib.Path) -> None:
+    """Accuracy of untrained models, with the right target and with the published one."""
+    path = out_dir / "untrained.jsonl"
+    done = {(row["arm"], row["seed"]) for row in grid.read_rows(path)}
+    task = Copy(16)
+    for arm in ARMS:
+        for seed in SEEDS:
+            if (arm, seed) in done:
+                continue
+            config = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
+            data = batch(task, TrainConfig(seed=seed, batch_size=512), TEST, 0)
+            model = Model(config, nnx.Rngs(seed))
+            guess = np.argmax(nnx.jit(lambda m, ids: m(ids))(model, data.inputs), axis=-1)
+            asked = data.weights > 0
+            row = {
+                "experiment": "copy_task",
+                "preset": "untrained",
+                "arm": arm,
+                "seed": seed,
+                "tokens": task.num_tokens,
+                "chance": 1 / (task.vocab_size - 1),
+                "next_token_accuracy": float(np.mean(guess[asked] == data.targets[asked])),
+                "current_token_accuracy": float(np.mean(guess[asked] == data.inputs[asked])),
+                "answers": int(asked.sum()),
+                "device": jax.devices()[0].device_kind,
+                "versions": grid.versions(),
+                "model": dataclasses.asdict(config),
+            }
+            grid.append_rows(path, [row])
+    rows = grid.read_rows(path)
+    lines = ["| arm | next token | current token (the published target) |", "| --- | --- | --- |"]
+    for arm in ARMS:
+        mine = [row for row in rows if row["arm"] == arm]
+        means = [
+            np.mean([row[f"{name}_token_accuracy"] for row in mine]) for name in ("next", "current")
+        ]
+        lines.append(f"| {arm} | {means[0]:.4f} | {means[1]:.4f} |")
+    text = "\n".join(lines) + f"\n\nChance: {rows[0]['chance']:.4f}. Three seeds.\n"
+    (out_dir / "table.md").write_text(text, "utf-8")
+    print(text)
+    print(json.dumps({"rows": len(rows), "path": str(path)}))
+
+
+EXPERIMENT = grid.Experiment(
+    name="copy_task",
+    presets={
+        "published": lambda: [_published(arm, n) for n in (16, 64) for arm in _ARMS],
+        "fair": lambda: [_fair(arm, n) for n in (64, 128) for arm in _ARMS],
+        "smoke": lambda: grid.smoke([_published(arm, 4) for arm in ("vla", "linear")]),
+    },
+    axis="tokens to copy",
+    log_axis=True,
+    direct={"untrained": _untrained},
+)
+
+if __name__ == "__main__":
+    grid.main(EXPERIMENT)

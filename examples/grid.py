@@ -1,0 +1,901 @@
+"""Grids of training runs: arms × settings × learning rates × seeds, resumable, many in one program.
+
+A `Cell` is one arm in one setting with all its learning rates and seeds, which train side by side
+in one compiled program. Each run is exactly what it would be alone: its data and parameters come
+from its own seed as in ``training.py``, and a run that has reached its target is frozen.
+
+A directory holds ``runs.jsonl`` (one line a run, appended in one write), ``partial/`` (the state of
+a cell that was stopped half way), ``table.md`` and the plot. What is in ``runs.jsonl`` is not run
+again; the same command goes on where the last one was stopped or killed.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import functools
+import hashlib
+import io
+import json
+import math
+import os
+import pathlib
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import flax
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import app, flags
+from flax import nnx
+from matplotlib.figure import Figure
+from model import Model, ModelConfig, parameter_count, state_floats, with_parameter_count
+from tasks import Batch, Task
+from tqdm import tqdm
+from training import TEST, TRAIN, VALIDATION, TrainConfig, _interrupts, _replacing, batch
+
+import vla_jax
+
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One arm in one setting: every learning rate with every seed.
+
+    Attributes:
+      arm: its name in tables and plots.
+      setting: what the plot's axis and the table's columns show, such as 8 pairs.
+      task: what is learned and tested.
+      model: sizes and mixer.
+      train: how; ``learning_rate`` and ``seed`` of it do not count.
+      learning_rates, seeds: of the runs.
+      lengths: further tasks on which the trained model is tested, by name.
+      panel: name of the plot in which the cell appears.
+    """
+
+    arm: str
+    setting: float
+    task: Task
+    model: ModelConfig
+    train: TrainConfig
+    learning_rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+    lengths: Mapping[str, Task] = dataclasses.field(default_factory=dict)
+    panel: str = ""
+
+    def runs(self) -> list[tuple[float, int]]:
+        """``(learning rate, seed)`` of each run, learning rate first."""
+        return [(rate, seed) for rate in self.learning_rates for seed in self.seeds]
+
+    def __post_init__(self) -> None:
+        if self.train.steps % self.train.eval_every:
+            raise ValueError(
+                f"steps must be a multiple of eval_every = {self.train.eval_every}, "
+                f"got {self.train.steps}"
+            )
+
+    def settings(self, rate: float, seed: int) -> dict[str, Any]:
+        """All that decides the outcome of a run, as JSON data.
+
+        Its siblings are among it where there are several learning rates: a run ends when another
+        rate has solved the task with all seeds.
+        """
+        train = dataclasses.replace(self.train, learning_rate=rate, seed=seed)
+        named = {"": self.task, **self.lengths}
+        tasks = {n: {"name": type(t).__name__, **dataclasses.asdict(t)} for n, t in named.items()}
+        data = {
+            "task": tasks.pop(""),
+            "lengths": tasks,
+            "model": dataclasses.asdict(self.model),
+            "training": dataclasses.asdict(train),
+            "learning_rates": self.learning_rates,
+        }
+        if len(self.learning_rates) > 1:
+            data["seeds"] = self.seeds
+        return json.loads(json.dumps(data))
+
+    def run_id(self, rate: float, seed: int) -> str:
+        """Identifies a run by its settings."""
+        return _digest({"arm": self.arm, "panel": self.panel, **self.settings(rate, seed)})
+
+    @property
+    def cell_id(self) -> str:
+        """Identifies the cell by the settings of its runs."""
+        return _digest([self.run_id(*run) for run in self.runs()])
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (self.panel, self.arm, f"{self.setting:g}")))
+
+
+def _digest(data: Any) -> str:
+    return hashlib.sha1(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A grid and how it is shown.
+
+    Attributes:
+      name: names the plot and the rows.
+      presets: ``{name: () -> cells}``, in the order in which they are to be run.
+      axis: label of ``Cell.setting``.
+      published: ``{preset: {arm: {setting: accuracy}}}``, shown beside what is found.
+      log_axis: whether the settings are drawn on a logarithmic axis.
+      direct: further presets that train nothing: functions of the directory.
+    """
+
+    name: str
+    presets: Mapping[str, Callable[[], list[Cell]]]
+    axis: str
+    published: Mapping[str, Mapping[str, Mapping[float, float]]] = dataclasses.field(
+        default_factory=dict
+    )
+    log_axis: bool = False
+    direct: Mapping[str, Callable[[pathlib.Path], None]] = dataclasses.field(default_factory=dict)
+
+
+# --- arms ---------------------------------------------------------------------------------------
+
+# The published method and its opponents, then one option at a time, then what is exact.
+ARMS: dict[str, dict[str, Any]] = {
+    "vla": {"mixer": "vla"},
+    "deltanet": {"mixer": "deltanet"},
+    "published_deltanet": {"mixer": "published_deltanet"},
+    "softmax": {"mixer": "softmax"},
+    "linear": {"mixer": "linear"},
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "mesa": {"mixer": "mesa"},
+    "identity": {"mixer": "identity"},
+    "vla key": {"mixer": "vla", "direction": "key"},
+    "vla projection": {"mixer": "vla", "write_gain": "projection"},
+    "vla rls": {"mixer": "vla", "write_gain": "rls"},
+    "vla key projection": {"mixer": "vla", "direction": "key", "write_gain": "projection"},
+    "vla key rls": {"mixer": "vla", "direction": "key", "write_gain": "rls"},
+    "vla no ratio": {"mixer": "vla", "readout": "none"},
+    "vla key no ratio": {"mixer": "vla", "direction": "key", "readout": "none"},
+    "vla rms": {"mixer": "vla", "output_norm": "rms_per_head"},
+}
+
+
+def model_of(arm: str, match: bool = False, **sizes: Any) -> ModelConfig:
+    """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN."""
+    config = ModelConfig(**(sizes | ARMS[arm]))
+    if match:
+        config = with_parameter_count(config, parameter_count(ModelConfig("vla", **sizes)))
+    return config
+
+
+def smoke(cells: Sequence[Cell]) -> list[Cell]:
+    """Cells of another preset, small enough for seconds."""
+    small = []
+    for cell in cells:
+        sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
+        train = dataclasses.replace(cell.train, steps=4, batch_size=4, eval_every=2, eval_batches=1)
+        model = dataclasses.replace(cell.model, **sizes)
+        seeds = cell.seeds[:2]
+        small.append(dataclasses.replace(cell, train=train, model=model, seeds=seeds))
+    return small
+
+
+# The published experiments: AdamW 3e-4 with warm-up 300 and cosine, batch 64, early stop.
+PUBLISHED = TrainConfig(
+    steps=3000, batch_size=64, learning_rate=3e-4, warmup=300, eval_every=100, eval_batches=4
+)
+PUBLISHED_RATES = (3e-4,)
+FAIR = dataclasses.replace(PUBLISHED, warmup=100)
+FAIR_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+SEEDS = (0, 1, 2)
+
+# Arms of the published comparison, with DeltaNet as it is beside the published one, and A ≡ I.
+PUBLISHED_ARMS = ("vla", "published_deltanet", "deltanet", "identity", "linear", "softmax")
+# Arms that decide what VLA buys, then everything else.
+FAIR_ARMS = ("vla", "deltanet", "vla key", "identity", "mesa", "gated_deltanet", "softmax")
+ABLATIONS = (
+    "vla key rls",
+    "vla key projection",
+    "vla key no ratio",
+    "vla no ratio",
+    "vla projection",
+    "vla rls",
+    "vla rms",
+    "linear",
+)
+
+
+# --- training many runs at once -----------------------------------------------------------------
+
+
+def _asked(task: Task, config: TrainConfig) -> int:
+    """How many positions of a sequence have a weight: the same number in each."""
+    counts = batch(task, config, TRAIN, 0).weights.sum(axis=1)
+    return int(counts.max())
+
+
+def _scores(graphdef: Any, asked: int, params: Any, data: Batch) -> tuple[jax.Array, jax.Array]:
+    """Loss and accuracy over the positions that have a weight; logits are computed there only."""
+    weights, at = jax.lax.top_k(data.weights, asked)
+    targets = jnp.take_along_axis(data.targets, at, axis=1)
+    logits = nnx.merge(graphdef, params)(data.inputs, at=at)
+    weights = weights / jnp.sum(weights)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    hits = jnp.argmax(logits, axis=-1) == targets
+    return jnp.sum(losses * weights), jnp.sum(hits * weights)
+
+
+class Program:
+    """The compiled functions of a cell; parameters have axes [learning rate, seed, ...]."""
+
+    def __init__(self, cell: Cell):
+        self.cell = cell
+        self.rates = np.asarray(cell.learning_rates, np.float32)
+        self.shape = (len(cell.learning_rates), len(cell.seeds))
+        # Updates are proportional to the learning rate, which is therefore a factor.
+        self._optimizer = dataclasses.replace(cell.train, learning_rate=1.0).optimizer()
+        self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: Model(cell.model, nnx.Rngs(0))))
+
+    def compile(self) -> float:
+        """Compiles everything for training; returns the seconds that it took."""
+        start = time.perf_counter()
+        cell = self.cell
+        seeds = jax.ShapeDtypeStruct((len(cell.seeds),), jnp.uint32)
+        self.init = jax.jit(self._init).lower(seeds).compile()
+        state = jax.eval_shape(self._init, seeds)
+        active = jax.ShapeDtypeStruct(self.shape, bool)
+        data = self._shapes(cell.task, cell.train.eval_every, cell.train.batch_size)
+        self.chunk = (
+            jax.jit(self._chunk, donate_argnums=0)
+            .lower(state, active, data, jax.ShapeDtypeStruct(self.shape[:1], jnp.float32))
+            .compile()
+        )
+        held_out = self._shapes(cell.task, cell.train.eval_batches, cell.train.batch_size)
+        asked = _asked(cell.task, cell.train)
+        evaluate = jax.jit(functools.partial(self._evaluate, asked))
+        self.validate = evaluate.lower(state[0], held_out).compile()
+        return time.perf_counter() - start
+
+    def _shapes(self, task: Task, batches: int, batch_size: int) -> Batch:
+        shape = (batches, len(self.cell.seeds), batch_size, task.length)
+        return Batch(*(jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.int32, jnp.float32)))
+
+    def draw(self, task: Task, stream: int, first: int, batches: int, rows: int = 0) -> Batch:
+        """Batches ``first`` and on of a stream, ``[batches, seed, B, T]``, as a single run's."""
+        train = self.cell.train
+        if rows:
+            train = dataclasses.replace(train, batch_size=rows)
+        configs = [dataclasses.replace(train, seed=seed) for seed in self.cell.seeds]
+        drawn = [
+            [batch(task, config, stream, first + i) for config in configs] for i in range(batches)
+        ]
+        return Batch(*(np.asarray(x) for x in _stack(drawn)))
+
+    def _init(self, seeds: jax.Array) -> Any:
+        def one(seed):
+            model = Model(self.cell.model, nnx.Rngs(jax.random.key(seed)))
+            params = nnx.state(model, nnx.Param)
+            return params, self._optimizer.init(params)
+
+        states = jax.vmap(one)(seeds)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.shape[0], *x.shape)), states)
+
+    def _chunk(self, state: Any, active: Any, data: Batch, rates: Any) -> Any:
+        asked = _asked(self.cell.task, self.cell.train)
+        gradient = jax.value_and_grad(
+            functools.partial(_scores, self._graphdef, asked), has_aux=True
+        )
+
+        def one(params, opt_state, active, rate, data):
+            scores, grads = gradient(params, data)
+            updates, new_opt_state = self._optimizer.update(grads, opt_state, params)
+            updates = jax.tree.map(lambda u: (rate * u).astype(u.dtype), updates)
+            new = (optax.apply_updates(params, updates), new_opt_state)
+            kept = jax.tree.map(lambda x, y: jnp.where(active, x, y), new, (params, opt_state))
+            return *kept, jnp.stack(scores)
+
+        seeds = jax.vmap(one, in_axes=(0, 0, 0, None, 0))
+        every = jax.vmap(seeds, in_axes=(0, 0, 0, 0, None))
+
+        def step(state, data):
+            *state, scores = every(*state, active, rates, data)
+            return tuple(state), scores
+
+        state, scores = jax.lax.scan(step, tuple(state), data)
+        return state, scores[-1]
+
+    def _evaluate(self, asked: int, params: Any, data: Batch) -> jax.Array:
+        """``[2, learning rate, seed]``: mean loss and accuracy over the batches."""
+        seeds = jax.vmap(functools.partial(_scores, self._graphdef, asked))
+
+        def rate(params):
+            losses, hits = jax.lax.map(lambda data: seeds(params, data), data)
+            return jnp.stack([jnp.mean(losses, axis=0), jnp.mean(hits, axis=0)])
+
+        return jnp.moveaxis(jax.lax.map(rate, params), 0, 1)
+
+    def test(self, params: Any, task: Task, sequences: int) -> np.ndarray:
+        """Scores on the test stream of a task, of about ``sequences`` sequences a seed."""
+        rows = max(1, self.cell.train.batch_size * self.cell.task.length // task.length)
+        rows = min(rows, self.cell.train.batch_size)
+        batches = max(1, sequences // rows)
+        data = self.draw(task, TEST, 0, batches, rows)
+        evaluate = jax.jit(functools.partial(self._evaluate, _asked(task, self.cell.train)))
+        return np.asarray(evaluate(params, data), np.float64)
+
+
+def _stack(drawn: Sequence[Sequence[Batch]]) -> Iterable[np.ndarray]:
+    for field in range(3):
+        yield np.stack([np.stack([one[field] for one in row]) for row in drawn])
+
+
+class OutOfTime(Exception):
+    """The time limit has come; the state of the cell is saved."""
+
+
+class Training:
+    """A cell on its way: begun or resumed, trained to its end, tested.
+
+    Args:
+      program: compiled.
+      partial: where its state is kept while it is under way.
+    """
+
+    def __init__(self, program: Program, partial: pathlib.Path):
+        self.program, self.cell, self.path = program, program.cell, partial
+        self.step, self.seconds = 0, 0.0
+        self.history: list[dict[str, Any]] = []
+        self.ended = np.full(program.shape, "", object)
+        self.ended_at = np.zeros(program.shape, int)
+        self.state = program.init(np.asarray(self.cell.seeds, np.uint32))
+        self.untrained: list[Any] = []
+        if partial.exists():
+            self._load()
+
+    def _load(self) -> None:
+        with np.load(self.path, allow_pickle=False) as saved:
+            meta = json.loads(str(saved["meta"]))
+            leaves = [saved[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.state)))]
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), map(jnp.asarray, leaves))
+        self.step, self.seconds, self.history = meta["step"], meta["seconds"], meta["history"]
+        self.untrained = meta["untrained"]
+        self.ended = np.asarray(meta["ended"], object)
+        self.ended_at = np.asarray(meta["ended_at"])
+
+    def save(self) -> None:
+        """Keeps everything that is needed to go on."""
+        meta = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "history": self.history,
+            "untrained": self.untrained,
+            "ended": self.ended.tolist(),
+            "ended_at": self.ended_at.tolist(),
+        }
+        leaves = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))}
+        buffer = io.BytesIO()
+        np.savez(buffer, meta=np.asarray(json.dumps(meta)), **leaves)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _replacing(self.path) as temporary:
+            temporary.write_bytes(buffer.getvalue())
+
+    def _validate(self) -> np.ndarray:
+        return np.asarray(self.program.validate(self.state[0], self._held_out), np.float64)
+
+    def train(self, stop: Callable[[], bool], save_every: float, bar: tqdm) -> None:
+        """To the end of every run.
+
+        Raises:
+          OutOfTime: if ``stop`` says so before, after saving.
+        """
+        train, program = self.cell.train, self.program
+        self._held_out = program.draw(self.cell.task, VALIDATION, 0, train.eval_batches)
+        if not self.untrained:
+            self.untrained = _finite(self._validate()[1])
+        saved = time.perf_counter()
+        data = None
+        while not self._done():
+            start = time.perf_counter()
+            if data is None:
+                data = program.draw(self.cell.task, TRAIN, self.step, train.eval_every)
+            active = self.ended == ""
+            self.state, last = program.chunk(self.state, active, data, program.rates)
+            scores = program.validate(self.state[0], self._held_out)
+            self.step += train.eval_every
+            # While the device works, the data of the next chunk.
+            data = program.draw(self.cell.task, TRAIN, self.step, train.eval_every)
+            loss, accuracy = np.asarray(scores, np.float64)
+            self._record(loss, accuracy, np.asarray(last, np.float64)[..., 0])
+            self.seconds += time.perf_counter() - start
+            bar.set_postfix_str(f"{self.cell}: step {self.step}, best {np.nanmax(accuracy):.3f}")
+            bar.update(0)
+            if self._done():
+                return
+            if stop():
+                self.save()
+                raise OutOfTime
+            if time.perf_counter() - saved > save_every:
+                self.save()
+                saved = time.perf_counter()
+
+    def _record(self, loss: np.ndarray, accuracy: np.ndarray, train_loss: np.ndarray) -> None:
+        point = {"step": self.step, "accuracy": _finite(accuracy), "loss": _finite(loss)}
+        point["train_loss"] = _finite(train_loss)
+        self.history.append(point)
+        open_ = self.ended == ""
+        self._end(open_ & ~np.isfinite(loss), "diverged")
+        self._end(open_ & (accuracy >= self.cell.train.target_accuracy), "target")
+        if self.step >= self.cell.train.steps:
+            self._end(self.ended == "", "steps")
+        if np.any(np.all(self.ended == "target", axis=1)):
+            self._end(self.ended == "", "another rate")
+
+    def _end(self, which: np.ndarray, reason: str) -> None:
+        which = which & (self.ended == "")
+        self.ended[which] = reason
+        self.ended_at[which] = self.step
+
+    def _done(self) -> bool:
+        return bool(np.all(self.ended != ""))
+
+    def rows(self, experiment: str, preset: str, compile_seconds: float) -> list[Row]:
+        """Tests every run; one row a run."""
+        start = time.perf_counter()
+        params, cell = self.state[0], self.cell
+        sequences = 4 * cell.train.eval_batches * cell.train.batch_size
+        loss, accuracy = self.program.test(params, cell.task, sequences)
+        longer = {
+            name: self.program.test(params, task, sequences // 4)[1]
+            for name, task in cell.lengths.items()
+        }
+        test_seconds = time.perf_counter() - start
+        rows = []
+        for i, rate in enumerate(cell.learning_rates):
+            for j, seed in enumerate(cell.seeds):
+                points = [
+                    [p["step"], *(p[n][i][j] for n in ("accuracy", "loss", "train_loss"))]
+                    for p in self.history
+                    if p["step"] <= self.ended_at[i, j]
+                ]
+                rows.append(
+                    {
+                        "id": cell.run_id(rate, seed),
+                        "experiment": experiment,
+                        "preset": preset,
+                        "panel": cell.panel,
+                        "arm": cell.arm,
+                        "setting": cell.setting,
+                        "learning_rate": rate,
+                        "seed": seed,
+                        "seq_len": cell.task.length,
+                        "steps": int(self.ended_at[i, j]),
+                        "ended": self.ended[i, j],
+                        "accuracy": _number(accuracy[i, j]),
+                        "loss": _number(loss[i, j]),
+                        "validation_accuracy": points[-1][1],
+                        "untrained_accuracy": self.untrained[i][j],
+                        "lengths": {n: _number(x[i, j]) for n, x in longer.items()},
+                        "parameters": parameter_count(cell.model),
+                        "state_floats": state_floats(cell.model, cell.task.length),
+                        "train_seconds": round(self.seconds, 2),
+                        "compile_seconds": round(compile_seconds, 2),
+                        "test_seconds": round(test_seconds, 2),
+                        "runs_together": len(cell.runs()),
+                        "device": jax.devices()[0].device_kind,
+                        "versions": versions(),
+                        "settings": cell.settings(rate, seed),
+                        "history": points,
+                    }
+                )
+        return rows
+
+
+def versions() -> dict[str, str]:
+    """Of everything that a figure depends on."""
+    modules = {m.__name__: m.__version__ for m in (jax, flax, optax, np, vla_jax)}
+    return {"python": platform.python_version(), **modules}
+
+
+def _number(x: Any) -> float | None:
+    x = float(x)
+    return round(x, 6) if math.isfinite(x) else None
+
+
+def _finite(x: np.ndarray) -> list[Any]:
+    return [[_number(y) for y in row] for row in x]
+
+
+# --- the directory ------------------------------------------------------------------------------
+
+
+def read_rows(path: pathlib.Path) -> list[Row]:
+    """The rows of a JSON-lines file; a last line that a kill cut short is left out."""
+    if not path.exists():
+        return []
+    lines = path.read_text("utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Appends in one write; what an earlier write left without an end is cut off first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        old = path.read_bytes()
+        if not old.endswith(b"\n"):
+            with _replacing(path) as temporary:
+                temporary.write_bytes(old[: old.rfind(b"\n") + 1])
+    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        if os.write(file, text) != len(text):
+            raise OSError(f"{path} could not be written whole: is the disk full?")
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """How a grid is run, none of which changes what is found.
+
+    Attributes:
+      time_limit: seconds after which to stop between chunks of steps; None for never, 0 to only
+        report what is there.
+      compile_ahead: cells that are compiled in the background while one trains.
+      save_every: seconds between checkpoints of the cell that trains.
+      progress: whether to show a bar.
+    """
+
+    time_limit: float | None = None
+    compile_ahead: int = 0
+    save_every: float = 120
+    progress: bool = True
+
+
+def run(
+    experiment: Experiment,
+    preset: str,
+    cells: Sequence[Cell],
+    out_dir: str | os.PathLike[str],
+    options: Options,
+) -> bool:
+    """Runs what is missing and reports; whether everything is there.
+
+    Raises:
+      KeyboardInterrupt: after Ctrl-C, once the cell under way is saved.
+    """
+    begun = time.perf_counter()
+    out_dir = pathlib.Path(out_dir)
+    out_dir.mkdir(parents=True, exist_ok=True)
+    path = out_dir / "runs.jsonl"
+    done = {row["id"] for row in read_rows(path)}
+    wanted = {cell.run_id(*r) for cell in cells for r in cell.runs()}
+    missing = [left for cell in cells if (left := _left(cell, done)) is not None]
+    complete = not missing
+
+    def late() -> bool:
+        limit = options.time_limit
+        return limit is not None and time.perf_counter() - begun > limit
+
+    if missing and options.time_limit != 0:
+        with _interrupts() as interrupted:
+            stop = lambda: interrupted() or late()  # noqa: E731
+            complete = _run(experiment, preset, missing, done, path, stop, options)
+            if interrupted():
+                raise KeyboardInterrupt
+    report(experiment, preset, [r for r in read_rows(path) if r["id"] in wanted], out_dir)
+    return complete
+
+
+def _left(cell: Cell, done: set[str]) -> Cell | None:
+    """What is to be run of a cell: all of it where runs depend on one another, or some seeds."""
+    missing = [run for run in cell.runs() if cell.run_id(*run) not in done]
+    if missing and len(cell.learning_rates) == 1:
+        return dataclasses.replace(cell, seeds=tuple(seed for _, seed in missing))
+    return cell if missing else None
+
+
+def _run(experiment, preset, missing, done, path, stop, options) -> bool:
+    programs: dict[int, concurrent.futures.Future[tuple[Program, float]]] = {}
+
+    def prepare(cell: Cell) -> tuple[Program, float]:
+        program = Program(cell)
+        return program, program.compile()
+
+    bar = tqdm(total=len(missing), unit="cell", disable=not options.progress, file=sys.stderr)
+    pool = concurrent.futures.ThreadPoolExecutor(max(1, options.compile_ahead))
+    try:
+        for i, cell in enumerate(missing):
+            for j in range(i, min(i + options.compile_ahead + 1, len(missing))):
+                if j not in programs:
+                    programs[j] = pool.submit(prepare, missing[j])
+            program, compile_seconds = programs.pop(i).result()
+            if stop():
+                return False
+            partial = path.parent / "partial" / f"{cell.cell_id}.npz"
+            training = Training(program, partial)
+            try:
+                training.train(stop, options.save_every, bar)
+            except OutOfTime:
+                return False
+            rows = training.rows(experiment.name, preset, compile_seconds)
+            append_rows(path, [row for row in rows if row["id"] not in done])
+            partial.unlink(missing_ok=True)
+            bar.update()
+            bar.write(f"{cell}: {_summary(rows)}", file=sys.stderr)
+        return True
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        bar.close()
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    best = max(rows, key=lambda row: row["validation_accuracy"] or 0)
+    return (
+        f"best {best['accuracy']} at rate {best['learning_rate']:g} after {best['steps']} steps, "
+        f"{best['train_seconds']} s for {best['runs_together']} runs "
+        f"and {best['compile_seconds']} s to compile"
+    )
+
+
+# --- report -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The runs of an arm in a setting at its best learning rate, chosen on validation data."""
+
+    rate: float
+    rows: tuple[Row, ...]
+
+    def accuracies(self, length: str = "") -> list[float]:
+        """Test accuracy of every seed; a run that diverged counts as 0."""
+        found = [r["lengths"].get(length) if length else r["accuracy"] for r in self.rows]
+        return [x or 0.0 for x in found]
+
+
+def outcomes(rows: Iterable[Row]) -> dict[tuple[str, str, float], Outcome]:
+    """``{(panel, arm, setting): Outcome}``."""
+    groups: dict[Any, dict[float, list[Row]]] = {}
+    for row in rows:
+        rates = groups.setdefault((row["panel"], row["arm"], row["setting"]), {})
+        rates.setdefault(row["learning_rate"], []).append(row)
+
+    def quality(item):
+        # A rate that was cut short because another one solved the task does not win over it.
+        runs = item[1]
+        return (
+            -sum(r["ended"] == "another rate" for r in runs),
+            np.mean([r["validation_accuracy"] or 0 for r in runs]),
+        )
+
+    best = {key: max(rates.items(), key=quality) for key, rates in groups.items()}
+    return {key: Outcome(rate, tuple(runs)) for key, (rate, runs) in best.items()}
+
+
+def report(
+    experiment: Experiment, preset: str, rows: Sequence[Row], out_dir: pathlib.Path
+) -> str | None:
+    """Writes ``table.md`` and the plot, prints the table; None if there is nothing to show."""
+    if not rows:
+        return None
+    found = outcomes(rows)
+    text = table(experiment, preset, found)
+    with _replacing(out_dir / "table.md") as temporary:
+        temporary.write_text(text, "utf-8")
+    plot_outcomes(experiment, preset, found, out_dir / f"{experiment.name}-{preset}.png")
+    print(text)
+    return text
+
+
+def _panels(found: Mapping[tuple[str, str, float], Outcome]) -> list[str]:
+    return list(dict.fromkeys(panel for panel, _, _ in found))
+
+
+def table(
+    experiment: Experiment, preset: str, found: Mapping[tuple[str, str, float], Outcome]
+) -> str:
+    """Markdown: an arm a line, a setting a column, mean (lowest–highest) of the seeds."""
+    lines = []
+    for panel in _panels(found):
+        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
+        settings = sorted({s for _, s in here})
+        arms = list(dict.fromkeys(a for a, _ in here))
+        published = experiment.published.get(preset, {})
+        if panel:
+            lines.append(f"**{panel}**\n")
+        columns = [f"{s:g}" for s in settings]
+        head = ["arm", "parameters", "state (floats)", *columns]
+        lines.append(f"Columns: {experiment.axis}.\n")
+        lines.append("| " + " | ".join(head) + " |")
+        lines.append("| " + " | ".join("---" for _ in head) + " |")
+        for arm in arms:
+            outcome = [here.get((arm, s)) for s in settings]
+            present = [o.rows[0] for o in outcome if o is not None]
+            cells = [arm, _span(r["parameters"] for r in present)]
+            cells.append(_span(r["state_floats"] for r in present))
+            cells += ["" if o is None else _cell(o) for o in outcome]
+            lines.append("| " + " | ".join(cells) + " |")
+            values = published.get(arm, {})
+            if values:
+                row = [f"{values[s]:.3f}" if s in values else "" for s in settings]
+                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *row]) + " |")
+        lines.append("")
+        names = dict.fromkeys(n for o in here.values() for r in o.rows for n in r["lengths"])
+        if names:
+            lines.append("| arm | trained on | " + " | ".join(names) + " |")
+            lines.append("| --- | --- | " + " | ".join("---" for _ in names) + " |")
+            for (arm, setting), o in here.items():
+                values = [_spread(o.accuracies(n)) for n in names]
+                lines.append("| " + " | ".join([arm, f"{setting:g}", *values]) + " |")
+            lines.append("")
+    lines.append(_legend(found))
+    return "\n".join(lines)
+
+
+def _legend(found: Mapping[Any, Outcome]) -> str:
+    rows = [row for outcome in found.values() for row in outcome.rows]
+    devices = ", ".join(sorted({row["device"] for row in rows}))
+    jax_versions = ", ".join(sorted({row["versions"]["jax"] for row in rows}))
+    chance = [row["untrained_accuracy"] for row in rows if row["untrained_accuracy"] is not None]
+    untrained = f"{min(chance):.3f}–{max(chance):.3f}" if chance else "not finite"
+    return (
+        "Test accuracy, mean (lowest–highest) over the seeds, at the learning rate that is best on "
+        "validation data; `@` names it where several were tried, and the number of seeds follows "
+        f"where they are not three. Untrained: {untrained}. Device: {devices}; jax {jax_versions}.\n"
+    )
+
+
+def _span(values: Iterable[int]) -> str:
+    low, high = min(values := list(values)), max(values)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{np.mean(values):.3f}"
+    if len(values) == 1 or max(values) - min(values) < 0.0005:
+        return mean
+    return f"{mean} ({min(values):.3f}–{max(values):.3f})"
+
+
+def _cell(outcome: Outcome) -> str:
+    text = _spread(outcome.accuracies())
+    if len(outcome.rows[0]["settings"]["learning_rates"]) > 1:
+        text += f" @{outcome.rate:g}"
+    return text if len(outcome.rows) == 3 else f"{text} [{len(outcome.rows)}]"
+
+
+# Okabe and Ito's colours, which differ in lightness too; marker and dash repeat the distinction.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+_MARKERS = "osD^vPXd*<>"
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour, marker and dash of a series; no two of the first 40 agree in all."""
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
+        "markersize": 5,
+        "linewidth": 1.4,
+    }
+
+
+def arm_style(arm: str) -> dict[str, Any]:
+    """The style of an arm: the same in every plot."""
+    known = list(ARMS)
+    return style(known.index(arm) if arm in known else len(known))
+
+
+def plot_outcomes(
+    experiment: Experiment,
+    preset: str,
+    found: Mapping[tuple[str, str, float], Outcome],
+    path: pathlib.Path,
+) -> None:
+    """Accuracy over the settings, a panel beside the other; hollow markers are published."""
+    panels = _panels(found)
+    figure = Figure(figsize=(1.8 + 4.6 * len(panels), 4.4), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    drawn: dict[str, Any] = {}
+    for panel, one in zip(panels, axes, strict=True):
+        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
+        for arm in dict.fromkeys(a for a, _ in here):
+            settings = sorted(s for a, s in here if a == arm)
+            values = [here[arm, s].accuracies() for s in settings]
+            mean = np.asarray([np.mean(v) for v in values])
+            spread = [mean - [min(v) for v in values], [max(v) for v in values] - mean]
+            drawn.setdefault(
+                arm, one.errorbar(settings, mean, yerr=spread, capsize=2, **arm_style(arm))
+            )
+            published = experiment.published.get(preset, {}).get(arm)
+            if published:
+                look = arm_style(arm) | {"linestyle": "none", "markerfacecolor": "none"}
+                one.plot(*zip(*published.items(), strict=True), **look | {"markersize": 9})
+        one.set(xlabel=experiment.axis, ylabel="test accuracy", ylim=(-0.03, 1.03), title=panel)
+        if experiment.log_axis:
+            one.set_xscale("log", base=2)
+        ticks = sorted({s for _, s in here})
+        one.set_xticks(ticks, [f"{s:g}" for s in ticks])
+        one.minorticks_off()
+        one.grid(alpha=0.3)
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize="small")
+    title = f"{experiment.name}, {preset} preset"
+    if experiment.published.get(preset):
+        title += " (hollow: as published)"
+    figure.suptitle(title)
+    with _replacing(path) as temporary:
+        figure.savefig(temporary, dpi=200)
+
+
+# --- command ------------------------------------------------------------------------------------
+
+
+def main(experiment: Experiment) -> None:
+    """The command of an experiment: flags, then ``run``."""
+    presets = [*experiment.presets, *experiment.direct]
+    flags.DEFINE_enum("preset", "published", presets, "Which grid.")
+    flags.DEFINE_string("out_dir", None, "Where everything is kept; runs/NAME-PRESET by default.")
+    flags.DEFINE_list("arms", [], "Only these arms; all by default.")
+    flags.DEFINE_list("settings", [], f"Only these values of: {experiment.axis}.")
+    flags.DEFINE_list("panels", [], "Only these panels.")
+    flags.DEFINE_list("seeds", [], "These seeds; those of the preset by default.")
+    flags.DEFINE_integer("steps", None, "These steps at most; those of the preset by default.")
+    flags.DEFINE_float(
+        "time_limit", None, "Seconds after which to stop, to be resumed; 0: only report.", 0
+    )
+    flags.DEFINE_integer("compile_ahead", None, "Cells compiled while one trains.", 0)
+    flags.DEFINE_bool("progress", True, "Show a progress bar.")
+    app.run(functools.partial(_main, experiment))
+
+
+def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
+    """The cells that the flags leave, changed as they say."""
+    for name, of in (("arms", "arm"), ("panels", "panel"), ("settings", "setting")):
+        chosen = list(getattr(values, name))
+        if name == "settings":
+            chosen = [float(x) for x in chosen]
+        unknown = set(chosen) - {getattr(cell, of) for cell in cells}
+        if unknown:
+            known = dict.fromkeys(str(getattr(cell, of)) for cell in cells)
+            raise ValueError(f"--{name} must be among {', '.join(known)}; got {unknown.pop()!r}")
+        if chosen:
+            cells = [cell for cell in cells if getattr(cell, of) in chosen]
+    if values.seeds:
+        cells = [dataclasses.replace(c, seeds=tuple(map(int, values.seeds))) for c in cells]
+    if values.steps is not None:
+        cells = [
+            dataclasses.replace(c, train=dataclasses.replace(c.train, steps=values.steps))
+            for c in cells
+        ]
+    return list(cells)
+
+
+def _main(experiment: Experiment, argv: list[str]) -> None:
+    name = experiment.name
+    if len(argv) > 1:
+        sys.exit(f"{name}: unexpected argument {argv[1]!r}")
+    values = flags.FLAGS
+    out_dir = values.out_dir or f"runs/{name}-{values.preset}"
+    if values.preset in experiment.direct:
+        experiment.direct[values.preset](pathlib.Path(out_dir))
+        return
+    ahead = values.compile_ahead
+    if ahead is None:
+        ahead = 0 if jax.default_backend() == "cpu" else 2
+    options = Options(values.time_limit, ahead, progress=values.progress)
+    try:
+        cells = _choose(experiment.presets[values.preset](), values)
+        complete = run(experiment, values.preset, cells, out_dir, options)
+    except ValueError as error:
+        sys.exit(f"{name}: {error}")
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on from here.")
+        sys.exit(130)
+    if not complete:
+        print("Not all runs are there yet; the same command goes on from here.")
+    print(pathlib.Path(out_dir) / "runs.jsonl")

@@ -1,0 +1,425 @@
+"""The mixers of ``vla_jax.baselines`` as Flax NNX layers on the scaffold of the VLA layer.
+
+Projections, short convolution, output norm and output projection are those of ``vla_jax.layer``,
+with the same names, shapes and initial values, so that two layers differ in the mixer alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from vla_jax import baselines, layer, numerics, validation
+from vla_jax.baselines import BaselineState
+from vla_jax.layer import LayerConfig
+from vla_jax.types import Array, DTypeLike, Implementation, PrecisionLike, Readout
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mixer:
+    """What distinguishes a baseline.
+
+    Attributes:
+      function: in ``vla_jax.baselines``.
+      feature_map: of queries and keys.
+      unit_query: whether the queries are normalised (where the keys are, and there is no ratio).
+      gates: ``{argument of the function: axes}`` of what is computed from the layer's input.
+      chunkwise: whether the function takes ``implementation`` and ``precision``.
+    """
+
+    function: Callable[..., Any]
+    feature_map: Callable[[Array], Array]
+    unit_query: bool = False
+    gates: tuple[str, ...] = ()
+    chunkwise: bool = True
+
+
+_RATIO = ("linear", "identity", "published_deltanet")
+
+# The feature maps are those of the papers: elu + 1 with the ratio, SiLU and unit length without.
+_MIXERS: Mapping[str, _Mixer] = {
+    "linear": _Mixer(baselines.linear_attention, numerics.feature_map),
+    "identity": _Mixer(baselines.identity_attention, numerics.feature_map),
+    "published_deltanet": _Mixer(
+        baselines.published_deltanet, numerics.feature_map, gates=("gate",), chunkwise=False
+    ),
+    "deltanet": _Mixer(baselines.delta_net, jax.nn.silu, True, ("beta",)),
+    "gated_deltanet": _Mixer(baselines.gated_delta_net, jax.nn.silu, True, ("beta", "log_decay")),
+    "mesa": _Mixer(baselines.mesa_net, jax.nn.silu, True, ("beta",)),
+}
+
+BASELINES = tuple(_MIXERS)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BaselineLayerState:
+    """What a baseline layer carries: a pytree of arrays of constant size.
+
+    Attributes:
+      core: the state of the mixer.
+      conv: the cache of the short convolution, as in ``vla_jax.layer.LayerState``.
+    """
+
+    core: BaselineState
+    conv: Array | None = None
+
+
+class _Scaffold(nnx.Module):
+    """Parameters of the VLA layer's scaffold, and the way through it."""
+
+    def _create(self, config: LayerConfig, rngs: nnx.Rngs) -> None:
+        self.config = config
+        for group, members in layer.parameters(config).items():
+            values = {n: nnx.Param(p.init(rngs.params(), config.param_dtype))
+                      for n, p in members.items()}  # fmt: skip
+            setattr(self, group, nnx.Dict(values))
+
+    def _parameters(self) -> layer.Parameters:
+        return {
+            group: {name: getattr(self, group)[name][...] for name in members}
+            for group, members in layer.parameters(self.config).items()
+        }
+
+    def _enter(self, x: Any, mask: Any, segment_ids: Any, conv: Any, feature_map: Any) -> Any:
+        """Checks, then ``(x, mask, segment_ids, query, key, value, convolution cache)``."""
+        config = self.config
+        x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
+        batch, length, _ = x.shape
+        mask = validation.mask(mask, batch, length)
+        segment_ids = validation.segment_ids(segment_ids, batch, length)
+        params = self._parameters()
+        x = x.astype(layer._compute_dtype(config, params, x))
+        if mask is not None:
+            x = jnp.where(mask[..., None], x, 0)
+        if config.short_conv is not None and conv is None:
+            conv = self._conv_state(batch)
+        query, key, value, _, conv = layer._attention_inputs(
+            config, params, x, conv, mask, segment_ids, feature_map=feature_map
+        )
+        return x, mask, segment_ids, query, key, value, conv
+
+    def _leave(self, out: Array, mask: Array | None) -> Array:
+        out = layer._output(self.config, self._parameters(), out)
+        return out if mask is None else jnp.where(mask[..., None], out, 0)
+
+    def _state_dtype(self) -> Any:
+        config = self.config
+        dtype = config.param_dtype if config.dtype is None else config.dtype
+        return numerics.accumulator_dtype(dtype)
+
+    def _conv_state(self, batch_size: int) -> Array | None:
+        if self.config.short_conv is None:
+            return None
+        shape = (batch_size, self.config.short_conv - 1, self.config.channels)
+        return jnp.zeros(shape, self._state_dtype())
+
+
+class BaselineAttention(_Scaffold):
+    """A baseline with the interface of ``vla_jax.nnx.VariationalLinearAttention``.
+
+    Gates are maps of the layer's input: ``beta = sigmoid(W x + b)``, ``log_decay =
+    −exp(r) softplus(W x + b)`` with a rate ``r`` for each head, and the published ``gate =
+    sigmoid(W x + b)`` for each channel of the value. ``"mesa"`` learns ``lambda0`` from 1.
+
+    Args:
+      kind: a name in ``BASELINES``.
+      num_heads, in_features: as in ``vla_jax.layer.LayerConfig``, which documents every option.
+      readout: None for the one of the kind: the ratio for ``"linear"``, ``"identity"`` and
+        ``"published_deltanet"``, none for the others. ``"mesa"`` has no other.
+      rngs: the ``params`` stream initialises the parameters.
+
+    Raises:
+      ValueError, TypeError: naming the option that is wrong.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        out_features: int | None = None,
+        readout: Readout | None = None,
+        short_conv: int | None = None,
+        output_norm: Literal["layer", "rms_per_head"] | None = "layer",
+        norm_eps: float = 1e-5,
+        use_bias: bool = True,
+        dtype: DTypeLike = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: PrecisionLike = None,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ):
+        validation.choice("kind", kind, BASELINES)
+        self.kind = kind
+        if kind == "mesa" and readout == "ratio":
+            raise ValueError("readout must be 'none' for kind='mesa', got 'ratio'")
+        if implementation is not None and not _MIXERS[kind].chunkwise:
+            raise ValueError(f"kind={kind!r} has no implementation to choose: {implementation!r}")
+        config = LayerConfig(
+            num_heads=num_heads,
+            in_features=in_features,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            out_features=out_features,
+            direction="key",
+            readout=readout or ("ratio" if kind in _RATIO else "none"),
+            lambda0=1.0,
+            learn_lambda0=kind == "mesa",
+            short_conv=short_conv,
+            output_norm=output_norm,
+            norm_eps=norm_eps,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+            implementation=implementation,
+        )
+        self._create(config, rngs)
+        for name in _MIXERS[kind].gates:
+            shape: tuple[int, ...] = (config.num_kv_heads,)
+            if name == "gate":
+                shape = (config.num_kv_heads, config.value_dim)
+            kernel = config.kernel_init(
+                rngs.params(), (config.in_features, math.prod(shape)), param_dtype
+            )
+            values = {
+                "kernel": nnx.Param(kernel.reshape(config.in_features, *shape)),
+                "bias": nnx.Param(jnp.zeros(shape, param_dtype)),
+            }
+            if name == "log_decay":
+                # A memory of some 10 to 1000 tokens to begin with, spread over the heads.
+                spread = jnp.linspace(0.0, 1.0, config.num_kv_heads)
+                values["bias"] = nnx.Param((-2.0 - 5 * spread).astype(param_dtype))
+                values["log_rate"] = nnx.Param(jnp.zeros(shape, param_dtype))
+            setattr(self, name, nnx.Dict(values))
+
+    def _gate(self, name: str, x: Array) -> Array:
+        """A gate of ``x [B, T, in_features]``, wide."""
+        group = {n: p[...].astype(self._state_dtype()) for n, p in getattr(self, name).items()}
+        wide = x.astype(self._state_dtype())
+        out = jnp.tensordot(wide, group["kernel"], 1, precision=self.config.precision)
+        out = out + group["bias"]
+        if name == "log_decay":
+            return -jnp.exp(group["log_rate"]) * jax.nn.softplus(out)
+        return jax.nn.sigmoid(out)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        mask: Array | None = None,
+        segment_ids: Array | None = None,
+        initial_state: BaselineLayerState | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
+        if initial_state is not None and not isinstance(initial_state, BaselineLayerState):
+            raise TypeError(
+                "initial_state must be the BaselineLayerState that init_state, step or an earlier "
+                f"call returned, got {type(initial_state).__name__}"
+            )
+        mixer, config = _MIXERS[self.kind], self.config
+        conv = None if initial_state is None else initial_state.conv
+        x, mask, segment_ids, query, key, value, conv = self._enter(
+            x, mask, segment_ids, conv, mixer.feature_map
+        )
+        options: dict[str, Any] = {n: self._gate(n, x) for n in mixer.gates}
+        if mixer.unit_query:
+            query = numerics.normalize(query.astype(self._state_dtype())).astype(query.dtype)
+        if self.kind == "mesa":
+            options["lambda0"] = layer._lambda0(config, self._parameters(), x.dtype)
+        else:
+            options["readout"] = config.readout
+        if mixer.chunkwise:
+            options |= {"implementation": config.implementation, "precision": config.precision}
+        out, core = mixer.function(
+            query, key, value, **options,
+            initial_state=None if initial_state is None else initial_state.core,
+            segment_ids=segment_ids, mask=mask, return_state=True,
+        )  # fmt: skip
+        out = self._leave(out, mask)
+        return (out, BaselineLayerState(core, conv)) if return_state else out
+
+    def init_state(self, batch_size: int) -> BaselineLayerState:
+        """The state of ``batch_size`` fresh sequences, for ``step`` and ``initial_state``."""
+        c, dtype = self.config, self._state_dtype()
+        validation.positive("batch_size", batch_size, integer=True)
+        heads = (batch_size, c.num_kv_heads)
+        core = BaselineState(
+            jnp.zeros((*heads, c.head_dim, c.value_dim), dtype),
+            jnp.zeros((*heads, c.head_dim), dtype) if c.readout == "ratio" else None,
+            jnp.zeros((*heads, c.head_dim, c.head_dim), dtype) if self.kind == "mesa" else None,
+        )
+        return BaselineLayerState(core, self._conv_state(batch_size))
+
+    def step(self, x_t: Array, state: BaselineLayerState) -> tuple[Array, BaselineLayerState]:
+        """One token, ``x_t [B, in_features]``: ``(out [B, out_features], state)``."""
+        out, state = self(x_t[:, None], initial_state=state, return_state=True)
+        return out[:, 0], state
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """What softmax attention keeps of a sequence, in room for ``W`` tokens.
+
+    Attributes:
+      key, value: ``[B, W, H, D]``, the tokens in order, then zeros.
+      first: ``[B]`` int32, the first token of the segment that goes on.
+      count: ``[B]`` int32, tokens written.
+      conv: the cache of the short convolution, as in ``vla_jax.layer.LayerState``.
+    """
+
+    key: Array
+    value: Array
+    first: Array
+    count: Array
+    conv: Array | None = None
+
+
+class SoftmaxAttention(_Scaffold):
+    """Causal softmax attention.
+
+    Decoding keeps the keys and values of at most ``window`` tokens. More raise ValueError where
+    their number is known (outside ``jit``); under ``jit``, where nothing can be raised, every
+    output past the window is NaN.
+
+    Args:
+      num_heads, in_features: as in ``vla_jax.layer.LayerConfig``, which documents every option.
+      window: tokens of a sequence that decoding can keep; None for a layer that does not decode.
+      rngs: the ``params`` stream initialises the parameters.
+
+    Raises:
+      ValueError, TypeError: naming the option that is wrong.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        out_features: int | None = None,
+        short_conv: int | None = None,
+        output_norm: Literal["layer", "rms_per_head"] | None = "layer",
+        norm_eps: float = 1e-5,
+        use_bias: bool = True,
+        dtype: DTypeLike = None,
+        param_dtype: DTypeLike = jnp.float32,
+        precision: PrecisionLike = None,
+        window: int | None = None,
+        rngs: nnx.Rngs,
+    ):
+        if window is not None:
+            validation.positive("window", window, integer=True)
+        self.window = window
+        config = LayerConfig(
+            num_heads=num_heads,
+            in_features=in_features,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            out_features=out_features,
+            direction="key",
+            short_conv=short_conv,
+            output_norm=output_norm,
+            norm_eps=norm_eps,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            precision=precision,
+        )
+        self._create(config, rngs)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        mask: Array | None = None,
+        segment_ids: Array | None = None,
+        initial_state: Cache | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
+        batch, length = x.shape[:2]
+        state = initial_state
+        if state is None and return_state:
+            state = self.init_state(batch)
+        conv = None if state is None else state.conv
+        _, mask, segment_ids, query, key, value, conv = self._enter(
+            x, mask, segment_ids, conv, lambda raw: raw
+        )
+        if state is None:
+            out = baselines.softmax_attention(query, key, value, segment_ids=segment_ids, mask=mask)
+            return self._leave(out, mask)
+
+        present = jnp.ones((batch, length), bool) if mask is None else mask
+        ids = jnp.zeros((batch, length), jnp.int32) if segment_ids is None else segment_ids
+        # A token goes to the slot of its number in the sequence; an absent one nowhere.
+        number = state.count[:, None] + jnp.cumsum(present, axis=1) - 1
+        slot = jnp.where(present, number, self.window)
+        row = jnp.arange(batch)[:, None]
+        put = lambda cache, new: cache.at[row, slot].set(new, mode="drop")  # noqa: E731
+        key, value = put(state.key, key), put(state.value, value)
+        slots = jnp.arange(self.window)
+        earlier = jnp.broadcast_to(ids[:, :1], (batch, self.window))
+        segment = put(earlier, ids)
+        seen = (slots <= number[..., None]) & (slots >= state.first[:, None, None])
+        seen &= segment[:, None, :] == ids[..., None]
+        out = jax.nn.dot_product_attention(query, key, value, mask=seen[:, None])
+        out = self._leave(out, mask)
+        count = number[:, -1] + 1
+        self._check(count)
+        out = jnp.where(number[..., None] < self.window, out, jnp.nan)
+        out = jnp.where(present[..., None], out, 0)
+        if not return_state:
+            return out
+        goes_on = (segment == ids[:, -1:]) & (slots >= state.first[:, None])
+        goes_on &= slots < count[:, None]
+        first = jnp.where(jnp.any(goes_on, axis=1), jnp.argmax(goes_on, axis=1), count)
+        return out, Cache(key, value, first.astype(jnp.int32), count.astype(jnp.int32), conv)
+
+    def _check(self, count: Array) -> None:
+        if not isinstance(count, jax.core.Tracer) and int(jnp.max(count)) > self.window:
+            raise ValueError(
+                f"softmax attention keeps window = {self.window} tokens of a sequence, "
+                f"got {int(jnp.max(count))}: raise window, or use other mixers"
+            )
+
+    def init_state(self, batch_size: int) -> Cache:
+        """The state of ``batch_size`` fresh sequences."""
+        if self.window is None:
+            raise ValueError(
+                "softmax attention needs window to decode: how many tokens of a sequence it can "
+                "keep"
+            )
+        config = self.config
+        if config.head_dim != config.value_dim:
+            raise ValueError(
+                "softmax attention decodes with value_dim = head_dim only, got "
+                f"{config.value_dim} and {config.head_dim}"
+            )
+        dtype = config.param_dtype if config.dtype is None else config.dtype
+        shape = (batch_size, self.window, config.num_kv_heads, config.head_dim)
+        cache = jnp.zeros(shape, dtype)
+        number = jnp.zeros(batch_size, jnp.int32)
+        return Cache(cache, cache, number, number, self._conv_state(batch_size))
+
+    def step(self, x_t: Array, state: Cache) -> tuple[Array, Cache]:
+        """One token, ``[B, in_features]``: ``(out, state)``."""
+        out, state = self(x_t[:, None], initial_state=state, return_state=True)
+        return out[:, 0], state

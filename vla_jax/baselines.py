@@ -1,0 +1,513 @@
+"""What VLA is compared with: other causal mixers with the signature of ``vla_attention``.
+
+All take ``query [B, T, Hq, D]``, ``key [B, T, H, D]`` and ``value [B, T, H, E]`` (Hq a multiple of
+H), feature-mapped by the caller, with ``segment_ids`` and ``mask`` as in ``vla_attention``, and all
+but softmax, which has no state of constant size, continue from ``initial_state`` and return theirs.
+
+======================= ============================================================= ===========
+function                recurrence (k̂ = k / ‖k‖)                                      state a head
+======================= ============================================================= ===========
+``softmax_attention``   o = Σ softmax(q·k / √D) v                                     T (D + E)
+``linear_attention``    S ← S + v kᵀ, z ← z + k, o = S q / z·q                        D E + D
+``delta_net``           S ← S + β (v − S k̂) k̂ᵀ, o = S q                              D E
+``gated_delta_net``     S ← a S + β (v − a S k̂) k̂ᵀ, o = S q                          D E
+``mesa_net``            S ← S + β v k̂ᵀ, H ← H + β k̂ k̂ᵀ, o = S (λ₀ I + H)⁻¹ q        D E + D²
+``published_deltanet``  S ← diag(g) S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q / z·q       D E + D
+``identity_attention``  VLA with A ≡ I: S ← S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q/z·q  D E + D
+======================= ============================================================= ===========
+
+All but the gated two are compositions of ``penalty_solve`` and ``delta_rule``, and so have their
+implementations, chunkwise form and closed-form gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from vla_jax import chunkwise, numerics, primitives, reference, validation
+from vla_jax.types import READOUTS, Array, ArrayLike, Implementation, PrecisionLike, Readout
+
+GATED_IMPLEMENTATIONS = ("reference", "xla")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BaselineState:
+    """What a baseline carries from token to token, float32 (float64 with float64 inputs).
+
+    Attributes:
+      memory: ``[B, H, D, E]``, ``Sᵀ``, key dimension first.
+      key_sum: ``[B, H, D]``, ``z``; None where the read-out has no ratio.
+      penalty: ``[B, H, D, D]``, ``H`` of ``mesa_net`` without the ``lambda0`` term; None elsewhere.
+    """
+
+    memory: Array
+    key_sum: Array | None = None
+    penalty: Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """Validated arguments; query, key and value are zero where a token is absent."""
+
+    query: Array
+    key: Array
+    value: Array
+    segment_ids: Array | None
+    present: Array | None  # [B, T, 1]
+
+    @property
+    def unit_key(self) -> Array:
+        """``k̂ [B, T, H, D]``, wide."""
+        return numerics.normalize(self.key.astype(self.dtype))
+
+    @property
+    def dtype(self) -> Any:
+        """Of the state."""
+        return numerics.accumulator_dtype(self.query.dtype, self.key.dtype, self.value.dtype)
+
+    def per_token(self, name: str, x: Any, axes: str = "[B, T, H]", absent: float = 0) -> Array:
+        """A gate ``[B, T, H]`` (or ``[B, T, H, E]``), wide, ``absent`` where the token is."""
+        shape = self.value.shape if axes.endswith("E]") else self.value.shape[:3]
+        x = validation.array(name, x, shape, axes).astype(self.dtype)
+        if self.present is None:
+            return x
+        present = self.present if x.ndim == 3 else self.present[..., None]
+        return jnp.where(present, x, absent)
+
+    def initial(self, state: Any, *optional: str) -> BaselineState:
+        """The state to start from, with the ``optional`` fields and no other."""
+        batch, _, heads, dim = self.key.shape
+        shapes = {
+            "memory": ((batch, heads, dim, self.value.shape[-1]), "[B, H, D, E]"),
+            "key_sum": ((batch, heads, dim), "[B, H, D]"),
+            "penalty": ((batch, heads, dim, dim), "[B, H, D, D]"),
+        }
+        if state is None:
+            fields = {n: jnp.zeros(shapes[n][0], self.dtype) for n in ("memory", *optional)}
+            return BaselineState(**fields)
+        if not isinstance(state, BaselineState):
+            raise TypeError(
+                f"initial_state must be a BaselineState or None, got {type(state).__name__}"
+            )
+        fields = {}
+        for name in ("memory", *optional):
+            x = validation.array(f"initial_state.{name}", getattr(state, name), *shapes[name])
+            fields[name] = x.astype(self.dtype)
+        return BaselineState(**fields)
+
+
+def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _Tokens:
+    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
+    batch, length, heads, dim = key.shape
+    query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
+    validation.query_heads(query, heads)
+    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
+    segment_ids = validation.segment_ids(segment_ids, batch, length)
+    mask = validation.mask(mask, batch, length)
+    if mask is None:
+        return _Tokens(query, key, value, segment_ids, None)
+    present = mask[..., None, None]
+    query, key, value = (jnp.where(present, x, 0) for x in (query, key, value))
+    return _Tokens(query, key, value, segment_ids, mask[..., None])
+
+
+def _ratio(out: Array, t: _Tokens, key_sum: Array, eps: float) -> tuple[Array, Array]:
+    """``out / max(z·q, eps)`` and the last ``z``."""
+    policy = numerics.policy(t.query.astype(t.dtype))
+    key_sums, key_sum = chunkwise.causal_sum(t.key.astype(t.dtype), key_sum, t.segment_ids, policy)
+    grouped = reference.grouped(t.query, t.key.shape[2]).astype(t.dtype)
+    weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(t.query.shape[:3])
+    return out / jnp.maximum(weight, eps)[..., None], key_sum
+
+
+def _finish(
+    out: Array, t: _Tokens, state: BaselineState, readout: str, eps: float, return_state: bool
+) -> Any:
+    """The ratio where it is asked for, the dtype of the query, and the state."""
+    if readout == "ratio":
+        out, key_sum = _ratio(out.astype(t.dtype), t, state.key_sum, eps)
+        state = dataclasses.replace(state, key_sum=key_sum)
+    out = out.astype(t.query.dtype)
+    return (out, state) if return_state else out
+
+
+def _readout(readout: Any, eps: Any) -> tuple[str, ...]:
+    """Checks the options; the optional state field that the read-out needs."""
+    validation.choice("readout", readout, READOUTS)
+    validation.positive("eps", eps)
+    return ("key_sum",) if readout == "ratio" else ()
+
+
+def softmax_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
+) -> Array:
+    """Causal softmax attention through ``jax.nn.dot_product_attention``.
+
+    Args:
+      query, key, value, segment_ids, mask: as in ``vla_attention``.
+      implementation: of ``jax.nn.dot_product_attention``.
+
+    Returns:
+      ``[B, T, Hq, E]`` in the dtype of ``query``; 0 where a token is absent.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    t = _tokens(query, key, value, segment_ids, mask)
+    seen = None
+    if t.segment_ids is not None:
+        seen = (t.segment_ids[:, :, None] == t.segment_ids[:, None, :])[:, None]
+    if t.present is not None:
+        columns = t.present[:, None, None, :, 0]
+        seen = columns if seen is None else seen & columns
+    dim, value_dim = key.shape[-1], value.shape[-1]
+    pad = max(dim, value_dim)  # dot_product_attention has one size for both
+    q, k, v = (
+        jnp.pad(x, [(0, 0)] * 3 + [(0, pad - x.shape[-1])]).astype(query.dtype)
+        for x in (t.query, t.key, t.value)
+    )
+    out = jax.nn.dot_product_attention(
+        q, k, v, mask=seen, is_causal=True, scale=dim**-0.5, implementation=implementation
+    )[..., :value_dim]
+    return out if t.present is None else jnp.where(t.present[..., None], out, 0)
+
+
+def linear_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    *,
+    initial_state: BaselineState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    readout: Readout = "ratio",
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
+    return_state: bool = False,
+) -> Any:
+    """Linear attention (Katharopoulos et al., 2020): the delta rule that corrects nothing.
+
+    Args, returns, raises: as ``vla_attention``, with a ``BaselineState`` (memory, key_sum).
+    """
+    t = _tokens(query, key, value, segment_ids, mask)
+    state = t.initial(initial_state, *_readout(readout, eps))
+    out, memory = primitives.delta_rule(
+        t.query, jnp.zeros_like(t.key), t.key, t.value,
+        initial_memory=state.memory, segment_ids=t.segment_ids,
+        chunk_size=chunk_size, implementation=implementation, precision=precision,
+    )  # fmt: skip
+    return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
+
+
+def delta_net(
+    query: Array,
+    key: Array,
+    value: Array,
+    beta: Array | None = None,
+    *,
+    initial_state: BaselineState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    readout: Readout = "none",
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
+    return_state: bool = False,
+) -> Any:
+    """DeltaNet (Yang et al., 2024): ``delta_rule`` with unit keys and the write key ``β k̂``.
+
+    Args:
+      query, key, value: as in ``vla_attention``; the keys are normalised inside, the queries not.
+      beta: ``[B, T, H]``, the share of the old value that a write replaces; None for 1.
+      initial_state, segment_ids, mask, readout, eps, chunk_size, implementation, precision,
+        return_state: as in ``vla_attention``.
+
+    Returns:
+      ``out [B, T, Hq, E]`` in the dtype of ``query``, or ``(out, BaselineState)``.
+
+    Raises:
+      As ``vla_attention``.
+    """
+    t = _tokens(query, key, value, segment_ids, mask)
+    state = t.initial(initial_state, *_readout(readout, eps))
+    unit_key = t.unit_key
+    write_key = unit_key if beta is None else t.per_token("beta", beta)[..., None] * unit_key
+    out, memory = primitives.delta_rule(
+        t.query, unit_key, write_key, t.value,
+        initial_memory=state.memory, segment_ids=t.segment_ids,
+        chunk_size=chunk_size, implementation=implementation, precision=precision,
+    )  # fmt: skip
+    return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
+
+
+def identity_attention(query: Array, key: Array, value: Array, **options: Any) -> Any:
+    """VLA with ``A ≡ I``: everything as published, the write direction ``α̂ = k̂``.
+
+    Args, returns, raises: as ``delta_net`` without ``beta``; the read-out is the ratio by default.
+    """
+    return delta_net(query, key, value, **({"readout": "ratio"} | options))
+
+
+def mesa_net(
+    query: Array,
+    key: Array,
+    value: Array,
+    beta: Array | None = None,
+    *,
+    lambda0: ArrayLike = 1.0,
+    initial_state: BaselineState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
+    return_state: bool = False,
+) -> Any:
+    """The ridge regression that MesaNet (von Oswald et al., 2025) approximates, solved exactly.
+
+    The read-out at ``t`` is ``W q`` with ``W`` minimising
+    ``Σ_{s≤t} β_s ‖v_s − W k̂_s‖² + λ₀ ‖W‖²``: ``penalty_solve`` with the queries, then linear
+    attention on the solution. MesaNet's forgetting gate and its penalty for each channel are left
+    out.
+
+    Args:
+      query, key, value: as in ``vla_attention``; the keys are normalised inside.
+      beta: ``[B, T, H]``, positive weights of the tokens; None for 1.
+      lambda0: scalar or ``[H]``, positive.
+      initial_state, segment_ids, mask, chunk_size, implementation, precision, return_state: as in
+        ``vla_attention``.
+
+    Returns:
+      ``out [B, T, Hq, E]`` in the dtype of ``query``, or ``(out, BaselineState)`` (memory,
+      penalty).
+
+    Raises:
+      As ``vla_attention``.
+    """
+    t = _tokens(query, key, value, segment_ids, mask)
+    state = t.initial(initial_state, "penalty")
+    heads = t.key.shape[2]
+    group = t.query.shape[2] // heads
+    unit_key = t.unit_key
+    direction = write_key = unit_key
+    if beta is not None:
+        weight = t.per_token("beta", beta, absent=1)[..., None]
+        direction, write_key = jnp.sqrt(weight) * unit_key, weight * unit_key
+    options: dict[str, Any] = {
+        "segment_ids": t.segment_ids,
+        "chunk_size": chunk_size,
+        "implementation": implementation,
+        "precision": precision,
+    }
+    each = functools.partial(jnp.repeat, repeats=group)
+    solution, penalty = primitives.penalty_solve(
+        t.query.astype(t.dtype),
+        each(direction, axis=2),
+        lambda0=each(validation.lambda0(lambda0, heads, t.dtype), axis=0),
+        initial_penalty=each(state.penalty, axis=1),
+        **options,
+    )
+    out, memory = primitives.delta_rule(
+        solution, jnp.zeros_like(unit_key), write_key, t.value,
+        initial_memory=state.memory, **options,
+    )  # fmt: skip
+    state = BaselineState(memory, penalty=penalty[:, ::group])
+    return _finish(out, t, state, "none", 1, return_state)
+
+
+# --- gated ------------------------------------------------------------------------------------
+
+
+def gated_delta_net(
+    query: Array,
+    key: Array,
+    value: Array,
+    beta: Array | None = None,
+    log_decay: Array | None = None,
+    *,
+    initial_state: BaselineState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    readout: Readout = "none",
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    implementation: Literal["reference", "xla"] | None = None,
+    precision: PrecisionLike = None,
+    return_state: bool = False,
+) -> Any:
+    """Gated DeltaNet (Yang et al., 2025): ``S ← a S + β (v − a S k̂) k̂ᵀ``, ``o = S q``.
+
+    Args:
+      query, key, value: as in ``vla_attention``; the keys are normalised inside.
+      beta: ``[B, T, H]``, None for 1.
+      log_decay: ``[B, T, H]``, finite and not positive: the logarithm of ``a``. None for 0. (Of the
+        logarithm differences are taken, so that nothing is divided by a vanishing product.)
+      chunk_size: tokens of a chunk of ``"xla"``.
+      implementation: ``"xla"`` (chunkwise; None means it) or ``"reference"`` (token by token).
+      initial_state, segment_ids, mask, readout, eps, precision, return_state: as in
+        ``vla_attention``.
+
+    Returns:
+      ``out [B, T, Hq, E]`` in the dtype of ``query``, or ``(out, BaselineState)``.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    t = _tokens(query, key, value, segment_ids, mask)
+    state = t.initial(initial_state, *_readout(readout, eps))
+    implementation = "xla" if implementation is None else implementation
+    validation.choice("implementation", implementation, GATED_IMPLEMENTATIONS)
+    if chunk_size is not None:
+        validation.positive("chunk_size", chunk_size, integer=True)
+        if implementation == "reference":
+            raise ValueError(f"implementation='reference' has no chunk_size, got {chunk_size}")
+    ones = jnp.ones(t.key.shape[:3], t.dtype)
+    beta = ones if beta is None else t.per_token("beta", beta)
+    log_decay = 0 * ones if log_decay is None else t.per_token("log_decay", log_decay)
+    unit_key = t.unit_key
+    arguments = (t.query, unit_key, beta[..., None] * unit_key, t.value, log_decay, state.memory)
+    if implementation == "reference":
+        out, memory = _decayed_scan(*arguments[:-2], jnp.exp(log_decay)[..., None], *arguments[-1:],
+                                    t.segment_ids, decay_before_read=True)  # fmt: skip
+    else:
+        policy = numerics.policy(t.query, t.key, t.value, precision=precision)
+        out, memory = _decayed_chunks(*arguments, t.segment_ids, policy, chunk_size)
+    return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
+
+
+def published_deltanet(
+    query: Array,
+    key: Array,
+    value: Array,
+    gate: Array,
+    *,
+    initial_state: BaselineState | None = None,
+    segment_ids: Array | None = None,
+    mask: Array | None = None,
+    readout: Readout = "ratio",
+    eps: float = 1e-6,
+    return_state: bool = False,
+) -> Any:
+    """The arm that the VLA paper compares with and calls DeltaNet: ``diag(g) S + (v − S k̂) k̂ᵀ``.
+
+    It is not DeltaNet: every channel of the memory decays at every token by a gate of its own, with
+    which the correction ``S k̂`` does not agree. It is here to reproduce the published figures. A
+    decay for each channel of the value needs one triangular system for each, so there is no
+    chunkwise form that pays: this is a scan over the tokens.
+
+    Args:
+      query, key, value: as in ``vla_attention``; the keys are normalised inside (unnormalised keys
+        of the published feature map make the recurrence diverge).
+      gate: ``[B, T, H, E]``, the ``g`` of each channel of the value, between 0 and 1.
+      initial_state, segment_ids, mask, readout, eps, return_state: as in ``vla_attention``.
+
+    Returns:
+      ``out [B, T, Hq, E]`` in the dtype of ``query``, or ``(out, BaselineState)``.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    t = _tokens(query, key, value, segment_ids, mask)
+    state = t.initial(initial_state, *_readout(readout, eps))
+    gate = t.per_token("gate", gate, "[B, T, H, E]", absent=1)
+    unit_key = t.unit_key
+    out, memory = _decayed_scan(
+        t.query, unit_key, unit_key, t.value, gate, state.memory, t.segment_ids,
+        decay_before_read=False,
+    )  # fmt: skip
+    return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
+
+
+@functools.partial(jax.jit, static_argnames="decay_before_read")
+def _decayed_scan(
+    query, key, write_key, value, decay, memory, segment_ids, *, decay_before_read
+):  # fmt: skip
+    """Token by token: the memory decays by ``decay [B, T, H, 1 or E]``, before or after ``S k``."""
+    dtype = memory.dtype
+
+    def step(memory, token):
+        q, k, a, v, g, start = token
+        memory = jnp.where(start[:, None, None, None], 0, memory)
+        decayed = g[..., None, :] * memory
+        seen = decayed if decay_before_read else memory
+        residual = v - jnp.einsum("bhde,bhd->bhe", seen, k, precision=_HIGHEST)
+        memory = decayed + a[..., :, None] * residual[..., None, :]
+        return memory, jnp.einsum("bhgd,bhde->bhge", q, memory, precision=_HIGHEST)
+
+    batch, length, heads, _ = key.shape
+    start = jnp.zeros((batch, length), bool)
+    if segment_ids is not None:
+        start = start.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
+    wide = (reference.grouped(query, heads), key, write_key, value, decay)
+    tokens = (*(jnp.moveaxis(x.astype(dtype), 1, 0) for x in wide), start.T)
+    memory, out = jax.lax.scan(step, memory, tokens, unroll=min(8, length))
+    return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], -1), memory
+
+
+_HIGHEST = jax.lax.Precision.HIGHEST
+
+
+@functools.partial(jax.jit, static_argnames=("policy", "chunk_size"))
+def _decayed_chunks(
+    query, key, write_key, value, log_decay, memory, segment_ids, policy, chunk_size
+):  # fmt: skip
+    """The gated delta rule in chunks; autodiff gives its gradient.
+
+    With ``g`` the running sum of ``log a`` within the chunk and ``Γ[t, s] = exp(g_t − g_s)`` for
+    ``s ≤ t``, the residuals solve ``(I + strict_tril(Γ ∘ K Aᵀ)) E = V − exp(g) K S₀`` and
+    ``S_t = exp(g_t) S₀ + Σ_{s≤t} Γ[t, s] a_s e_sᵀ``. No exponent is positive.
+    """
+    length, heads = key.shape[1:3]
+    chunk = min(chunk_size or chunkwise.DEFAULT_CHUNK_SIZE, length)
+    n = chunkwise._num_chunks(length, chunk)
+    dtype, dot = policy.accumulator, policy.dot
+    segments = chunkwise._segments(segment_ids, n, chunk)
+    q, k, a, v, log_a = (
+        chunkwise._split(x, n, chunk, dtype)
+        for x in (reference.grouped(query, heads), key, write_key, value, log_decay[..., None])
+    )
+    cont = last = keep = None
+    if segments is not None:
+        cont, last, keep = segments.cont, segments.last, segments.keep
+    g = jnp.cumsum(log_a, axis=-2)  # [N, B, H, C, 1]
+    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
+    gamma = jnp.exp(jnp.where(lower, g - jnp.swapaxes(g, -1, -2), 0))
+    identity = jnp.eye(chunk, dtype=dtype)
+    overlap = chunkwise._lower(dot("...td,...sd->...ts", k, a) * gamma, segments, -1)
+    inverse = numerics.triangular_inverse(overlap + identity)
+    grown = chunkwise._where(cont, jnp.exp(g))  # decay of the memory at the chunk's start
+    t_key = dot("...ts,...sd->...td", inverse, grown * k)
+    t_value = dot("...ts,...sd->...td", inverse, v)
+    a_end = chunkwise._where(last, jnp.exp(g[..., -1:, :] - g) * a)
+    carried = chunkwise._where(keep, jnp.exp(g[..., -1:, :]))  # [N, B, H, 1, 1]
+
+    def step(memory, inputs):
+        t_key, t_value, a_end, carried = inputs
+        residual = t_value - dot("...td,...de->...te", t_key, memory)
+        new = carried * memory + dot("...td,...te->...de", a_end, residual)
+        return new, (memory, residual)
+
+    memory, (starts, residual) = jax.lax.scan(step, memory, (t_key, t_value, a_end, carried))
+    scores = dot("nbhgtd,nbhsd->nbhgts", q, a) * gamma[:, :, :, None]
+    same = None
+    if segments is not None:
+        same = chunkwise.Segments(*(x[:, :, :, None] for x in segments))
+    scores = chunkwise._lower(scores, same)
+    out = dot("nbhgtd,nbhde->nbhgte", q * grown[:, :, :, None], starts)
+    out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
+    return chunkwise._join(out, length).reshape(*query.shape[:3], -1), memory
