@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +21,14 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import training  # noqa: E402
-from lm import LanguageRun, Reader, functions  # noqa: E402
-from model import MIXERS, Model, ModelConfig  # noqa: E402
+from lm import LanguageRun, Reader, bits_per_byte, functions  # noqa: E402
+from model import (  # noqa: E402
+    MIXERS,
+    Model,
+    ModelConfig,
+    parameter_count,
+    with_parameter_count,
+)
 from ngrams import NGrams  # noqa: E402
 from text import Split, Text  # noqa: E402
 
@@ -380,28 +387,190 @@ def test_reading_in_blocks_is_reading_at_once(trained, tmp_path):
     assert reader.bytes_read == len(text)
 
 
-def command(name, *arguments):
+def start(name, *arguments, before=""):
+    """The command in a subprocess, after a line of Python."""
+    script = f"import sys; sys.argv = {[name, *arguments]!r}; sys.path.insert(0, 'examples')\n"
+    script += (
+        textwrap.dedent(before) + f"\nfrom absl import app; import {name}; app.run({name}.main)"
+    )
     return subprocess.run(
-        [sys.executable, f"examples/{name}.py", *arguments],
+        [sys.executable, "-c", script],
         cwd=ROOT,
         capture_output=True,
-        text=True,
         timeout=300,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         check=False,
     )
 
 
+def command(name, *arguments):
+    done = start(name, *arguments)
+    assert done.returncode == 0, done.stderr.decode()
+    return done.stdout.decode("utf-8", "replace"), done.stderr.decode()
+
+
 def test_commands(trained, tmp_path):
     run = f"--run={trained[1].out_dir}"
     (tmp_path / "log").write_text("one\ntwo\nthree")
-    session = f"--session={tmp_path / 'session'}"
-    first = command("generate", run, "--prompt=line 1", "--max_new=20", "--stop=", session)
-    assert first.returncode == 0, first.stderr
-    assert first.stdout.startswith("line 1")
-    assert "bytes of state a sequence, at 27 bytes of text" in first.stderr
-    assert (tmp_path / "session").exists()
-    done = command("stream", run, f"--file={tmp_path / 'log'}", "--block=4")
-    assert done.returncode == 0, done.stderr
-    assert [line.split()[-1] for line in done.stdout.splitlines()] == ["one", "two", "three"]
-    assert "13 bytes" in done.stderr
+    size = generation_state_bytes(trained[1])
+    out, err = command("generate", run, "--prompt=line 1", "--prompt=x", "--max_new=20", "--stop=")
+    assert out.startswith("--- line 1")
+    assert f"{size:,} bytes of state a sequence, at 27 bytes of text" in err
+    assert f"({size:,} at 1,000 and {size:,} at 1,000,000)" in err
+    out, err = command("stream", run, f"--file={tmp_path / 'log'}", "--block=4")
+    assert [line.split()[-1] for line in out.splitlines()] == ["one", "two", "three"]
+    assert "13 bytes" in err
+    assert f"{size:,} at 1,000,000" in err
+
+
+def generation_state_bytes(run):
+    model, _ = training.load_model(run.out_dir)
+    return sum(x.nbytes for x in jax.tree.leaves(model.init_state(1)))
+
+
+KILL = """
+    import os, signal
+
+    saves = 0
+
+    def hook(event, arguments):  # a session is renamed when it is whole
+        global saves
+        if event == "os.rename" and arguments[1].endswith("session"):
+            saves += 1
+            if saves == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+"""
+
+
+def test_generation_that_is_killed_goes_on_as_if_it_had_not_been(trained, tmp_path):
+    run, session = f"--run={trained[1].out_dir}", f"--session={tmp_path / 'session'}"
+    arguments = (run, session, "--chunk=8", "--stop=", "--temperature=2", "--top_p=1")
+    killed = start("generate", *arguments, "--prompt=line", "--max_new=40", before=KILL)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(killed.stdout) == len("line") + 24
+    on = start("generate", *arguments, "--max_new=24")  # two chunks were saved
+    assert on.returncode == 0, on.stderr.decode()
+
+    model, _ = training.load_model(trained[1].out_dir)
+    prefill, step = functions(model)
+    whole = generation.generate(
+        jax.tree_util.Partial(prefill, model.init_state(1)),
+        step,
+        *generation.left_pad([b"\0line"]),
+        max_new=40,
+        key=jax.random.key(0),
+        temperature=2,
+        top_p=1.0,
+    )
+    expected = bytes(whole.tokens[0].tolist())
+    assert killed.stdout == b"line" + expected[:24]
+    assert on.stdout == expected[16:]
+    other = start("generate", run, session, "--prompt=x", "--prompt=y")
+    assert b"--session takes one --prompt" in other.stderr
+
+
+def test_reading_that_is_killed_goes_on_from_the_block_before(trained, tmp_path):
+    text = "".join(f"line {i} of the log\n" for i in range(9))
+    (tmp_path / "log").write_text(text)
+    arguments = (f"--run={trained[1].out_dir}", f"--file={tmp_path / 'log'}", "--block=16")
+    whole, _ = command("stream", *arguments)
+    arguments += (f"--session={tmp_path / 'session'}", "--save_every=1")
+    killed = start("stream", *arguments, before=KILL)
+    assert killed.returncode == -signal.SIGKILL
+    on, _ = command("stream", *arguments)  # after 32 bytes: within the second line
+    pieces = killed.stdout.decode().splitlines()[:1] + on.splitlines()
+    for found, expected in zip(pieces, whole.splitlines(), strict=True):
+        found, expected = found.split(maxsplit=3), expected.split(maxsplit=3)
+        assert (found[0], found[3]) == (expected[0], expected[3])
+        assert float(found[1]) == pytest.approx(float(expected[1]), abs=0.11)
+
+
+def test_bits_per_byte_in_blocks_is_that_at_once(trained):
+    _, run = trained
+    for config in (SMALL, dataclasses.replace(SMALL, layers=("softmax",), ngrams=3, ngram_bits=6)):
+        graphdef, params = nnx.split(Model(config, nnx.Rngs(0)))
+        held_out = Split(run.task.split(2).documents, 32)
+        nats = sum(
+            float(training.eval_step(graphdef, params, rows)[0]) * np.sum(rows.weights)
+            for rows in held_out.windows(4)
+        )
+        expected = nats / np.log(2) / held_out.num_bytes
+        found = bits_per_byte(config, params, held_out, 32, block=8)
+        assert found == pytest.approx(expected, rel=1e-5)
+    with pytest.raises(ValueError, match="multiple of 8, got 20"):
+        bits_per_byte(config, params, held_out, 20, block=8)
+
+
+def test_a_training_step_in_bfloat16(trained, folder):
+    _, run = trained
+    data = training.batch(run.task, TRAINING, training.TRAIN, 0)
+    found = {}
+    for dtype in (None, "bfloat16"):
+        config = dataclasses.replace(
+            SMALL, implementation="xla", dtype=dtype, ngrams=3, ngram_bits=6
+        )
+        graphdef, params = nnx.split(Model(config, nnx.Rngs(0)))
+        state, losses = TRAINING.optimizer().init(params), []
+        for _ in range(3):
+            params, state, score = training.train_step(
+                params, state, data, graphdef=graphdef, config=TRAINING
+            )
+            losses.append(float(score.loss))
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(params))
+        found[dtype] = losses
+    assert found[None][2] < found[None][0]
+    np.testing.assert_allclose(found["bfloat16"], found[None], rtol=0.01)
+    assert found["bfloat16"] != found[None]
+
+
+def test_equal_parameters_of_every_mixer():
+    config = ModelConfig(layers=("vla",) * 3, num_layers=3, **{**SIZES, "d_model": 32})
+    count = parameter_count(config)
+    for layers in (("vla", "deltanet", "softmax"), ("linear",) * 3):
+        other = with_parameter_count(dataclasses.replace(config, layers=layers), count)
+        assert abs(parameter_count(other) - count) <= 3 * (2 * 32 + 1) / 2
+
+
+def test_tensorboard_is_optional(trained, folder, tmp_path, monkeypatch):
+    written = []
+
+    class Writer:
+        def __init__(self, path, purge_step):
+            written.append((path, purge_step))
+
+        def add_scalar(self, name, value, step):
+            written.append((name, value, step))
+
+        def close(self):
+            written.append("closed")
+
+    run = language_run(folder, tmp_path)
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
+    with pytest.raises(ValueError, match=r"need tensorboardX: pip install 'vla-jax\[tensorboard"):
+        run.log_to_tensorboard()
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=Writer))
+    run.log_to_tensorboard()
+    run.train(progress=False)
+    run.close()
+    assert written[0] == (str(tmp_path / "tensorboard"), 1)
+    last = run.history[-1]
+    assert ("eval_bits_per_byte", last["eval_bits_per_byte"], 6) in written
+    assert written[-1] == "closed"
+
+
+def test_training_command(folder, tmp_path):
+    arguments = f"--data={folder} --seq_len=16 --steps=2 --batch_size=2 --d_model=16 --num_heads=2"
+    arguments += " --ffn_dim=16 --ngram_bits=4 --layers=vla,deltanet,softmax --test_bytes=64"
+    arguments += f" --contexts=16,32 --append={tmp_path / 'lines'} --noprogress"
+    out, _ = command("train_lm", *arguments.split(), f"--out_dir={tmp_path / 'run'}")
+    assert "parameters with ffn_dim" in out
+    (line,) = lines(tmp_path / "lines")
+    assert line["model"] == "vla,deltanet,softmax"
+    assert line["bits_per_byte_at_context"].keys() == {"16", "32"}
+    # Trained and scored at the same context, in one way and the other.
+    found = line["bits_per_byte_at_context"]["16"]
+    assert found == pytest.approx(line["bits_per_byte"], rel=1e-4)
+    wrong = start("train_lm", "--model=linear", "--layers=vla,softmax")
+    assert b"--model=linear contradicts --layers=vla,softmax" in wrong.stderr
