@@ -23,6 +23,31 @@ from training import TEST, Run, eval_step
 
 from vla_jax import serialization
 
+# Models of bytes by the machine that they are for.
+PRESETS = {
+    "cpu": ModelConfig(
+        vocab_size=256,
+        max_length=None,
+        d_model=192,
+        num_heads=6,
+        num_layers=1,
+        ffn_dim=512,
+        direction="key",
+        ngrams=6,
+    ),
+    "h200": ModelConfig(
+        vocab_size=256,
+        max_length=None,
+        d_model=512,
+        num_heads=8,
+        num_layers=8,
+        ffn_dim=2560,
+        direction="key",
+        short_conv=4,
+        dtype="bfloat16",
+    ),
+}
+
 
 class LanguageRun(Run):
     """A run that logs to ``metrics.jsonl`` and reports bits per byte.

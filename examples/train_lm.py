@@ -22,7 +22,7 @@ import sys
 from typing import Any
 
 from absl import app, flags, logging
-from lm import LanguageRun
+from lm import PRESETS, LanguageRun
 from model import MIXERS, ModelConfig, parameter_count, with_parameter_count
 from text import Text
 from training import SettingsError, TrainConfig
@@ -33,17 +33,11 @@ from vla_jax.types import READOUTS
 
 _DATA = flags.DEFINE_string("data", "", "A file or a folder; the standard library by default.")
 _PATTERN = flags.DEFINE_string("pattern", "", "Which files of the folder, such as *.txt.")
-# What --preset sets; a flag that is given goes before it. "cpu" is the flags' own defaults.
-PRESETS: dict[str, dict[str, Any]] = {
+_M = PRESETS["cpu"]
+# What --preset sets beside the model; a flag that is given goes before it.
+_TRAINING: dict[str, dict[str, Any]] = {
     "cpu": {},
     "h200": {
-        "layers": ["vla"] * 8,
-        "d_model": 512,
-        "num_heads": 8,
-        "ffn_dim": 2560,
-        "short_conv": 4,
-        "ngrams": 0,
-        "dtype": "bfloat16",
         "seq_len": 2048,
         "batch_size": 16,
         "learning_rate": 1e-3,
@@ -54,27 +48,34 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-_PRESET = flags.DEFINE_enum("preset", "cpu", sorted(PRESETS), "Other defaults of the flags.")
+_PRESET = flags.DEFINE_enum(
+    "preset", "cpu", sorted(PRESETS), "Machine whose defaults the flags have."
+)
 _SEQ_LEN = flags.DEFINE_integer("seq_len", 256, "Bytes of a row.", lower_bound=2)
-_LAYERS = flags.DEFINE_list("layers", ["vla"], f"Mixers, each of {', '.join(MIXERS)}.")
+_LAYERS = flags.DEFINE_list("layers", list(_M.mixers), f"Mixers, each of {', '.join(MIXERS)}.")
 _MODEL = flags.DEFINE_enum("model", None, sorted(MIXERS), "The mixer of all layers.")
 _EQUAL = flags.DEFINE_bool(
     "equal_parameters",
     True,
     "Choose the feed-forward width for as many parameters as layers of vla alone would have.",
 )
-_D_MODEL = flags.DEFINE_integer("d_model", 192, "Width of the model.", lower_bound=1)
-_NUM_HEADS = flags.DEFINE_integer("num_heads", 6, "Heads.", lower_bound=1)
-_FFN_DIM = flags.DEFINE_integer("ffn_dim", 512, "Feed-forward width.", lower_bound=1)
+_D_MODEL = flags.DEFINE_integer("d_model", _M.d_model, "Width of the model.", lower_bound=1)
+_NUM_HEADS = flags.DEFINE_integer("num_heads", _M.num_heads, "Heads.", lower_bound=1)
+_FFN_DIM = flags.DEFINE_integer("ffn_dim", _M.ffn_dim, "Feed-forward width.", lower_bound=1)
 _NGRAMS = flags.DEFINE_integer(
-    "ngrams", 6, "Longest string of bytes with an embedding of its own; 0 for none.", lower_bound=0
+    "ngrams",
+    _M.ngrams,
+    "Longest string of bytes with an embedding of its own; 0 for none.",
+    lower_bound=0,
 )
 _NGRAM_BITS = flags.DEFINE_integer(
-    "ngram_bits", 14, "Rows of a table of strings, as a power of two.", 1, 24
+    "ngram_bits", _M.ngram_bits, "Rows of a table of strings, as a power of two.", 1, 24
 )
-_NGRAM_WIDTH = flags.DEFINE_integer("ngram_width", 64, "Of such a row.", lower_bound=1)
-_SHORT_CONV = flags.DEFINE_integer("short_conv", 0, "Of every layer; 0 for none.", lower_bound=0)
-_DIRECTION = flags.DEFINE_enum("direction", "key", DIRECTIONS, "Of vla layers.")
+_NGRAM_WIDTH = flags.DEFINE_integer("ngram_width", _M.ngram_width, "Of such a row.", lower_bound=1)
+_SHORT_CONV = flags.DEFINE_integer(
+    "short_conv", _M.short_conv or 0, "Of every layer; 0 for none.", lower_bound=0
+)
+_DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of vla layers.")
 _READOUT = flags.DEFINE_enum("readout", "ratio", READOUTS, "Of vla layers.")
 _IMPLEMENTATION = flags.DEFINE_enum("implementation", None, IMPLEMENTATIONS, "Of vla layers.")
 _WINDOW = flags.DEFINE_integer(
@@ -110,7 +111,11 @@ _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
 
 
 def _use_preset() -> None:
-    for name, value in PRESETS[_PRESET.value].items():
+    model = PRESETS[_PRESET.value]
+    values: dict[str, Any] = {"layers": list(model.mixers), "dtype": model.dtype or "float32"}
+    for name in ("d_model", "num_heads", "ffn_dim", "short_conv", "ngrams"):
+        values[name] = getattr(model, name) or 0
+    for name, value in (values | _TRAINING[_PRESET.value]).items():
         if not flags.FLAGS[name].present:
             flags.FLAGS[name].value = value
     if _MODEL.value is not None:

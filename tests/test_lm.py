@@ -574,3 +574,17 @@ def test_training_command(folder, tmp_path):
     assert found == pytest.approx(line["bits_per_byte"], rel=1e-4)
     wrong = start("train_lm", "--model=linear", "--layers=vla,softmax")
     assert b"--model=linear contradicts --layers=vla,softmax" in wrong.stderr
+
+
+def test_latency_command(tmp_path):
+    arguments = ("--preset=cpu", "--contexts=4,40", "--steps=2", "--repeats=1")
+    out, _ = command("latency", *arguments, f"--append={tmp_path / 'lines'}")
+    found = lines(tmp_path / "lines")
+    assert found == [json.loads(line) for line in out.splitlines()]
+    assert [(x["model"], x["context"]) for x in found] == [
+        ("vla", 4), ("vla", 40), ("softmax", 4), ("softmax", 40),
+    ]  # fmt: skip
+    assert all(x["milliseconds_per_byte"] > 0 for x in found)
+    sizes = [x["state_bytes"] for x in found]
+    assert sizes[0] == sizes[1]
+    assert sizes[3] - sizes[2] == 36 * 2 * 192 * 4  # keys and values of a layer, float32
