@@ -15,7 +15,7 @@ what a mixer has more or less than ``vla``. ``--preset=h200`` is a model of 30 m
 for a GPU, with the bits per byte at several contexts in its result:
 
     for model in vla deltanet softmax linear; do
-      python examples/train_lm.py --preset=h200 --model=$model --out_dir=runs/h200-$model --append=h200.jsonl
+      python examples/train_lm.py --preset=h200 --model=$model --out_dir=runs/$model
     done
 """
 
