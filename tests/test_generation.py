@@ -207,7 +207,6 @@ def test_streaming_goes_on_with_the_draws_it_would_have_made(drawn):
         stream(resume, MODEL[1], first.tokens, drawn=1.0, **options)
 
 
-@pytest.mark.slow
 def test_memory_is_flat_over_100_000_steps():
     """Arrays that are alive, and the memory of the process where the system tells it."""
     chunks = stream(*MODEL, *left_pad(PROMPTS[:1]), max_new=100_000, chunk=5_000, temperature=0)
