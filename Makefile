@@ -1,4 +1,5 @@
 # make mqar    trains the main example; ARGS="--num_pairs=16" passes flags on
+# make lm      trains a byte-level language model and lets it write; ARGS="--model=deltanet"
 # make test    runs the tests;          ARGS="-k attention" likewise
 # make lint    checks style and types
 # make bench   runs the benchmarks
@@ -11,6 +12,7 @@ VENV ?= .venv
 EXTRAS ?=
 WORKERS ?= 2
 ARGS ?=
+LM_DIR ?= runs/lm
 
 comma := ,
 empty :=
@@ -18,10 +20,14 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar test lint bench clean
+.PHONY: mqar lm test lint bench clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
+
+lm: $(call stamp,examples)
+	$(python) examples/train_lm.py --out_dir=$(LM_DIR) $(ARGS)
+	$(python) examples/generate.py --run=$(LM_DIR)
 
 test: $(call stamp,test)
 	$(python) -m pytest -n $(WORKERS) $(ARGS)

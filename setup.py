@@ -25,6 +25,7 @@ setup(
     install_requires=["jax>=0.10,<0.13", "flax", "optax", "chex", "absl-py"],
     extras_require={
         "examples": EXAMPLES,
+        "tensorboard": ["tensorboardX"],
         "test": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", *EXAMPLES],
         "lint": ["ruff", "mypy"],
         "cuda12": ["jax[cuda12]"],

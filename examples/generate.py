@@ -2,22 +2,25 @@
 
     python examples/generate.py --run=runs/lm --prompt="def main("
 
-The prompt is read at once and the text decoded in one compiled loop. ``--session=FILE`` goes on
-from the file if it is there, and keeps there what has been read and written.
+The prompt is read at once and the text decoded in one compiled loop. ``--session=FILE`` keeps where
+the text stands, after every ``--chunk`` bytes. If the file is there, the text goes on from it: with
+what it would have drawn next, or with ``--prompt`` if one is given. Killed at any time, the same
+command without ``--prompt`` goes on; at most the chunk under way is written again.
 """
 
 from __future__ import annotations
 
-import codecs
 import pathlib
 import sys
 import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from absl import app, flags, logging
 from jax.tree_util import Partial
 from lm import describe, functions
+from model import Model
 from training import load_model
 
 from vla_jax import generation, serialization
@@ -33,7 +36,7 @@ _TOP_P = flags.DEFINE_float("top_p", 0.95, "Draw from so much probability.", 1e-
 _STOP = flags.DEFINE_list("stop", ["0"], "Numbers of the bytes that end a text.")
 _CHUNK = flags.DEFINE_integer("chunk", 16, "Bytes printed at a time.", lower_bound=1)
 _SESSION = flags.DEFINE_string("session", None, "File to go on from and to save to; one prompt.")
-_SEED = flags.DEFINE_integer("seed", 0, "Of the draws.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the draws of a new text.", lower_bound=0)
 
 
 def main(argv: list[str]) -> None:
@@ -50,65 +53,95 @@ def main(argv: list[str]) -> None:
         sys.exit(130)
 
 
+def _fresh(model: Model, batch: int) -> dict[str, Any]:
+    """Where texts stand that have not begun: what a session file holds."""
+    return {
+        "state": model.init_state(batch),
+        "logits": jnp.zeros((batch, model.tokens.num_embeddings), jnp.float32),
+        "key": jax.random.key_data(jax.random.key(_SEED.value)),
+        "drawn": jnp.zeros(1, jnp.int32),
+    }
+
+
 def _generate() -> None:
-    prompts = [prompt.encode() for prompt in _PROMPT.value]
+    if not all(byte.isdecimal() and int(byte) < 256 for byte in filter(None, _STOP.value)):
+        raise ValueError(f"--stop must be numbers from 0 to 255, got {','.join(_STOP.value)}")
+    shown = _PROMPT.value
     model, config = load_model(_RUN.value)
-    state, session = model.init_state(len(prompts)), _SESSION.value
-    if session is not None and len(prompts) > 1:
+    path = None if _SESSION.value is None else pathlib.Path(_SESSION.value)
+    if path is not None and len(shown) > 1:
         raise ValueError("--session takes one --prompt")
-    if session is not None and pathlib.Path(session).exists():
-        state = serialization.load(session, state)
-    else:
-        prompts = [b"\0" + prompt for prompt in prompts]  # the start of a document
-    ids, mask = generation.left_pad(prompts)
-    longest = int(jnp.max(state.position)) + ids.shape[1] + _MAX_NEW.value
+    at = _fresh(model, len(shown))
+    prompts = [b"\0" + prompt.encode() for prompt in shown]  # the start of a document
+    if path is not None and path.exists():
+        at = serialization.load(path, at)
+        if not flags.FLAGS["prompt"].present:
+            shown = [""]
+        prompts = [prompt.encode() for prompt in shown]
+    key, drawn = jax.random.wrap_key_data(at["key"]), int(at["drawn"][0])
+    prefill, step = functions(model)
+    if any(prompts):
+        ids, mask = generation.left_pad(prompts)
+        begin = Partial(prefill, at["state"])
+    else:  # nothing to read
+        ids, mask = jnp.zeros((len(prompts), 1), jnp.int32), None
+        begin = Partial(lambda logits, state, ids, mask: (logits, state), at["logits"], at["state"])
+    read = 0 if mask is None else ids.shape[1]
+    longest = int(jnp.max(at["state"].position)) + read + _MAX_NEW.value
     if config.capacity is not None and longest > config.capacity:
         raise ValueError(
             f"the model can keep {config.capacity} bytes of a text, asked for {longest}"
         )
 
-    prefill, step = functions(model)
     chunks = generation.stream(
-        Partial(prefill, state),
+        begin,
         step,
         ids,
         mask,
         max_new=_MAX_NEW.value,
         chunk=_CHUNK.value,
-        key=jax.random.key(_SEED.value),
+        key=key,
         temperature=_TEMPERATURE.value,
         top_k=_TOP_K.value,
         top_p=_TOP_P.value,
-        stop=[int(byte) for byte in _STOP.value],
+        stop=[int(byte) for byte in _STOP.value if byte],
+        drawn=drawn,
     )
-    texts = [codecs.getincrementaldecoder("utf-8")("replace") for _ in prompts]
-    written = ["" for _ in prompts]
+    written = [b"" for _ in prompts]
     if len(prompts) == 1:
-        print(_PROMPT.value[0], end="", flush=True)
+        _write(shown[0].encode())
     produced, timed, start = 0, 0, time.perf_counter()
     for i, chunk in enumerate(chunks):
         for row, (tokens, length) in enumerate(zip(chunk.tokens, chunk.lengths, strict=True)):
-            new = bytes(tokens[: int(length)].tolist())
-            text = texts[row].decode(new.removesuffix(b"\0"))
-            written[row] += text if len(prompts) > 1 else ""
+            new = bytes(tokens[: int(length)].tolist()).removesuffix(b"\0")
             if len(prompts) == 1:
-                print(text, end="", flush=True)
+                _write(new)
+            else:
+                written[row] += new
         count = int(jnp.sum(chunk.lengths))
         produced += count
         if i == 0:
             start = time.perf_counter()  # the first chunk compiles
         else:
             timed += count
-        if session is not None:  # whole at any time: a kill loses at most the chunk in flight
-            serialization.save(session, chunk.state)
+        if path is not None:  # whole at any time: a kill loses at most the chunk in flight
+            drawn += int(jnp.max(chunk.lengths))
+            now = {"state": chunk.state, "logits": chunk.logits}
+            serialization.save(path, {**at, **now, "drawn": jnp.full(1, drawn, jnp.int32)})
     seconds = time.perf_counter() - start
-    for prompt, text in zip(_PROMPT.value, written, strict=True):
-        if len(prompts) > 1:
-            print(f"--- {prompt}{text}")
+    if len(prompts) > 1:
+        for prompt, text in zip(shown, written, strict=True):
+            _write(f"--- {prompt}".encode() + text + b"\n")
     speed = (
         f"{timed / seconds:,.0f} bytes per second after the first {_CHUNK.value}, " if timed else ""
     )
-    print(f"\n{produced} bytes, {speed}{describe(chunk.state)}", file=sys.stderr)
+    print(f"\n{produced} bytes, {speed}{describe(model, config, chunk.state)}", file=sys.stderr)
+
+
+def _write(text: bytes) -> None:
+    """Bytes as they are: a character may be cut between two chunks."""
+    sys.stdout.buffer.write(text)
+    sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

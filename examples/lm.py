@@ -2,27 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
 import json
 import math
-from collections.abc import Iterator
+import statistics
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from jax.tree_util import Partial
-from model import Model, ModelState
+from model import Model, ModelConfig, ModelState
+from text import Split
 from training import TEST, Run, eval_step
 
 from vla_jax import serialization
 
+# Models of bytes by the machine that they are for.
+PRESETS = {
+    "cpu": ModelConfig(
+        vocab_size=256,
+        max_length=None,
+        d_model=192,
+        num_heads=6,
+        num_layers=1,
+        ffn_dim=512,
+        direction="key",
+        ngrams=6,
+    ),
+    "h200": ModelConfig(
+        vocab_size=256,
+        max_length=None,
+        d_model=512,
+        num_heads=8,
+        num_layers=8,
+        ffn_dim=2560,
+        direction="key",
+        short_conv=4,
+        dtype="bfloat16",
+    ),
+}
+
 
 class LanguageRun(Run):
-    """A run that logs to ``metrics.jsonl`` and reports bits per byte."""
+    """A run that logs to ``metrics.jsonl`` and reports bits per byte.
 
-    test_bytes = 0  # of the reported bits per byte; 0 for all
+    Attributes:
+      test_bytes: held-out bytes of the reported bits per byte; 0 for all.
+      contexts: lengths of context at which bits per byte are reported as well.
+    """
+
+    test_bytes = 0
+    contexts: Sequence[int] = ()
+    _events: Any = None
+
+    def log_to_tensorboard(self) -> None:
+        """Writes the metrics as TensorBoard events too, in ``tensorboard/``.
+
+        Raises:
+          ValueError: if tensorboardX is not installed.
+        """
+        try:
+            import tensorboardX
+        except ImportError as error:
+            raise ValueError(
+                "TensorBoard events need tensorboardX: pip install 'vla-jax[tensorboard]'"
+            ) from error
+        self._events = tensorboardX.SummaryWriter(
+            str(self.out_dir / "tensorboard"), purge_step=self.step + 1
+        )
+
+    def close(self) -> None:
+        """As in ``Run``."""
+        if self._events is not None:
+            self._events.close()
+        super().close()
 
     def train(self, progress: bool = True) -> dict[str, Any]:
         """As in ``Run``; the log goes on from the checkpoint."""
@@ -41,21 +100,98 @@ class LanguageRun(Run):
         super()._record(point)
         with self._metrics.open("a", encoding="utf-8") as file:
             file.write(json.dumps(point) + "\n")
+        if self._events is not None:
+            for name in sorted(point.keys() - {"step"}):
+                self._events.add_scalar(name, point[name], int(point["step"]))
 
     def _report(self) -> dict[str, Any]:
-        held_out = self.task.split(TEST).head(self.test_bytes)  # type: ignore[attr-defined]
+        split: Split = self.task.split(TEST)  # type: ignore[attr-defined]
+        held_out = split.head(self.test_bytes)
         nats = 0.0
         for rows in held_out.windows(self.config.batch_size):
             count = float(np.sum(rows.weights))
             if count:
                 loss, _ = eval_step(self.graphdef, self.state.params, rows)
                 nats += float(loss) * count
-        return {
+        report: dict[str, Any] = {
             "bits_per_byte": nats / math.log(2) / held_out.num_bytes,
             **held_out.gzip_bits_per_byte(),
             "scored_bytes": held_out.num_bytes,
             "trained_bytes": self.step * self.config.batch_size * self.task.length,
+            "bytes_per_second": self._speed(),
         }
+        if self.contexts:
+            report["bits_per_byte_at_context"] = {
+                str(context): bits_per_byte(self.model_config, self.state.params, held_out, context)
+                for context in self.contexts
+            }
+        return report
+
+    def _speed(self) -> float | None:
+        """Bytes trained on in a second: the median over the points of the log."""
+        speeds = [
+            (b["bytes"] - a["bytes"]) / (b["seconds"] - a["seconds"])
+            for a, b in itertools.pairwise(self.history)
+            if b["seconds"] > a["seconds"]
+        ]
+        return round(statistics.median(speeds), 1) if speeds else None
+
+
+def bits_per_byte(
+    config: ModelConfig, params: Any, held_out: Split, context: int, block: int = 2048
+) -> float:
+    """Bits per byte of documents, read block by block in windows of ``context`` bytes.
+
+    Each byte is predicted from at least ``context // 2`` bytes of its document, or from all that
+    precede it there. What is between blocks is the model's state, so memory does not grow with
+    the context but for the cache of softmax layers.
+
+    Args:
+      config, params: of the model.
+      held_out: the documents.
+      context: bytes of a window, at least 2.
+      block: bytes read at a time, at most; ``context`` must be a multiple of it or below it.
+
+    Raises:
+      ValueError: naming what does not fit.
+    """
+    block = min(block, context)
+    if context < 2 or context % block:
+        raise ValueError(f"context must be at least 2 and a multiple of {block}, got {context}")
+    config = dataclasses.replace(config, window=context)
+    graphdef = nnx.split(nnx.eval_shape(lambda: Model(config, nnx.Rngs(0))))[0]
+    nats, scored = 0.0, 0.0
+    for rows in Split(held_out.documents, context).windows(max(2**15 // context, 1)):
+        nats += float(_nats(graphdef, params, rows, block=block))
+        scored += float(np.sum(rows.weights))
+    return nats / math.log(2) / scored
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "block"))
+def _nats(graphdef, params, rows, block):
+    model = nnx.merge(graphdef, params)
+    batch = rows.inputs.shape[0]
+    fresh = model.init_state(batch)
+    blocks = jax.tree.map(
+        lambda x: jnp.moveaxis(jnp.asarray(x).reshape(batch, -1, block), 1, 0), rows
+    )
+
+    def read(carry, part):
+        state, document = carry
+        # A state belongs to the document that a block begins with.
+        begins = part.segment_ids[:, 0] != document
+        choose = lambda new, old: jnp.where(  # noqa: E731
+            begins.reshape(-1, *(1,) * (old.ndim - 1)), new, old
+        )
+        state = jax.tree.map(choose, fresh, state)
+        logits, state = model(
+            part.inputs, segment_ids=part.segment_ids, initial_state=state, return_state=True
+        )
+        losses = optax.softmax_cross_entropy_with_integer_labels(logits, part.targets)
+        return (state, part.segment_ids[:, -1]), jnp.sum(losses * part.weights)
+
+    _, nats = jax.lax.scan(read, (fresh, blocks.segment_ids[0, :, 0]), blocks)
+    return jnp.sum(nats)
 
 
 def functions(model: Model) -> tuple[Any, Any]:
@@ -70,11 +206,29 @@ def _step(graphdef, params, token, state):
     return nnx.merge(graphdef, params).step(token, state)
 
 
-def describe(state: ModelState) -> str:
-    """One line on the size of a state."""
-    batch = state.position.size
-    size = serialization.nbytes(state) // batch
-    return f"{size:,} bytes of state a sequence, at {int(jnp.max(state.position)):,} bytes of text"
+SIZES_AT = (1_000, 1_000_000)  # bytes of text at which the size of a state is shown
+
+
+def state_bytes(model: Model, length: int) -> int:
+    """Bytes of the state of a sequence of ``length`` bytes, by the shapes that reading it gives.
+
+    Nothing is computed: ``jax.eval_shape`` traces the whole read.
+    """
+    graphdef, params = nnx.split(model)
+    ids = jax.ShapeDtypeStruct((1, length), jnp.int32)
+    read = functools.partial(_forward, graphdef)
+    _, state = jax.eval_shape(read, params, jax.eval_shape(lambda: model.init_state(1)), ids, None)
+    return serialization.nbytes(state)
+
+
+def describe(model: Model, config: ModelConfig, state: ModelState) -> str:
+    """One line on the size of a state, now and at other lengths."""
+    size = serialization.nbytes(state) // state.position.size
+    line = f"{size:,} bytes of state a sequence, at {int(jnp.max(state.position)):,} bytes of text"
+    if config.capacity is not None:
+        return f"{line}, with room for {config.capacity:,}"
+    sizes = " and ".join(f"{state_bytes(model, n):,} at {n:,}" for n in SIZES_AT)
+    return f"{line} ({sizes})"
 
 
 class Line(NamedTuple):
@@ -184,10 +338,12 @@ class Reader:
         return line
 
 
-@functools.partial(jax.jit, static_argnames="graphdef")
-def _read(graphdef, params, state, ids, mask):
+def _forward(graphdef, params, state, ids, mask):
     model = nnx.merge(graphdef, params)
     return model(ids, mask=mask, initial_state=state, return_state=True)
+
+
+_read = jax.jit(_forward, static_argnames="graphdef")
 
 
 @jax.jit

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from ngrams import NGrams
 
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention
@@ -41,6 +42,9 @@ class ModelConfig:
       write_gain, readout: further options of ``"vla"``; None for the layer's default.
       window: tokens that ``"softmax"`` can keep of a sequence when it decodes; None for
         ``max_length``. Past it, see ``SoftmaxAttention``.
+      ngrams: tokens of the longest string with an embedding of its own, see ``NGrams``; None for
+        none.
+      ngram_bits, ngram_width: of its tables.
       dtype: of the computation, such as ``"bfloat16"``; None for float32. Parameters, logits and
         the state of all mixers but ``"softmax"`` are float32 whatever it is.
       output_norm: of every mixer: ``"layer"``, ``"rms_per_head"`` or ``"none"``.
@@ -64,6 +68,9 @@ class ModelConfig:
     short_conv: int | None = None
     readout: str | None = None
     window: int | None = None
+    ngrams: int | None = None
+    ngram_bits: int = 14
+    ngram_width: int = 64
     dtype: str | None = None
     write_gain: str | None = None
     output_norm: str = "layer"
@@ -85,6 +92,10 @@ class ModelConfig:
         for name in ("max_length", "window"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.ngrams is not None and self.ngrams < 2:
+            raise ValueError(f"ngrams must be at least 2, got {self.ngrams}")
+        if not 1 <= self.ngram_bits <= 24:
+            raise ValueError(f"ngram_bits must be from 1 to 24, got {self.ngram_bits}")
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -179,10 +190,12 @@ class ModelState:
     Attributes:
       layers: the state of each mixer; of constant size for ``"vla"``.
       position: ``[B]`` int32, tokens read.
+      history: the last tokens, as ``NGrams`` keeps them; None without it.
     """
 
     layers: tuple[Any, ...]
     position: jax.Array
+    history: jax.Array | None = None
 
 
 class Model(nnx.Module):
@@ -199,6 +212,18 @@ class Model(nnx.Module):
             None
             if config.max_length is None
             else nnx.Embed(config.max_length, config.d_model, **options)
+        )
+        self.ngrams = (
+            None
+            if config.ngrams is None
+            else NGrams(
+                config.ngrams,
+                config.ngram_bits,
+                config.ngram_width,
+                config.d_model,
+                dtype=config.dtype,
+                rngs=rngs,
+            )
         )
         self.blocks = nnx.List([Block(config, mixer, rngs) for mixer in config.mixers])
         self.norm = nnx.LayerNorm(config.d_model, dtype=config.dtype, rngs=rngs)
@@ -245,6 +270,13 @@ class Model(nnx.Module):
             if axis_name is not None:
                 numbers = numbers + jax.lax.axis_index(axis_name) * length
             x = x + self.positions(numbers)
+        history = None
+        if self.ngrams is not None:
+            if axis_name is not None:
+                raise ValueError("axis_name needs ngrams=None in ModelConfig")
+            before = None if initial_state is None else initial_state.history
+            strings, history = self.ngrams(ids, mask, segment_ids, before)
+            x = x + strings
         states = []
         for i, block in enumerate(self.blocks):
             options: dict[str, Any] = {"segment_ids": segment_ids, "return_state": return_state}
@@ -261,7 +293,7 @@ class Model(nnx.Module):
             return logits
         read = jnp.full(batch, length) if mask is None else jnp.sum(mask, axis=1)
         read = read.astype(jnp.int32) + (0 if start is None else start)
-        return logits, ModelState(tuple(states), read)
+        return logits, ModelState(tuple(states), read, history)
 
     def _numbers(self, length: int, mask: jax.Array | None, start: jax.Array | None) -> jax.Array:
         numbers = jnp.arange(length)
@@ -275,18 +307,23 @@ class Model(nnx.Module):
     def init_state(self, batch_size: int) -> ModelState:
         """The state of ``batch_size`` fresh sequences."""
         layers = tuple(block.mixer.init_state(batch_size) for block in self.blocks)
-        return ModelState(layers, jnp.zeros(batch_size, jnp.int32))
+        history = None if self.ngrams is None else self.ngrams.init_history(batch_size)
+        return ModelState(layers, jnp.zeros(batch_size, jnp.int32), history)
 
     def step(self, token: jax.Array, state: ModelState) -> tuple[jax.Array, ModelState]:
         """One token id for each sequence, ``[B]``: ``(logits [B, vocab_size], state)``."""
         x = self.tokens(token)
         if self.positions is not None:
             x = x + self.positions(state.position)
+        history = None
+        if self.ngrams is not None:
+            strings, history = self.ngrams.step(token, state.history)
+            x = x + strings
         states = []
         for block, before in zip(self.blocks, state.layers, strict=True):
             x, after = block.step(x, before)
             states.append(after)
-        return self._logits(x), ModelState(tuple(states), state.position + 1)
+        return self._logits(x), ModelState(tuple(states), state.position + 1, history)
 
 
 @functools.lru_cache(None)

@@ -3,7 +3,8 @@
     python examples/stream.py --run=runs/lm --file=huge.log --threshold=3
 
 A line is printed as soon as it has been read: bits, bits per byte, and its beginning. ``--file=-``
-reads standard input. ``--session=FILE`` saves where it is now and then, and goes on from there.
+reads standard input. ``--session=FILE`` saves where it is every ``--save_every`` blocks, and goes
+on from there: killed at any time, at most that many blocks are read again.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ def _stream(file: BinaryIO) -> None:
     session = _SESSION.value
     if session is not None and pathlib.Path(session).exists():
         reader.load(session)
+        if not file.seekable():
+            raise ValueError("--session can only go on from a --file that can be read again")
         file.seek(reader.bytes_read)
     start, first, blocks, bits = time.perf_counter(), reader.bytes_read, 0, 0.0
     while data := file.read(_BLOCK.value):
@@ -72,7 +75,7 @@ def _stream(file: BinaryIO) -> None:
     read, seconds = reader.bytes_read - first, time.perf_counter() - start
     print(
         f"{read:,} bytes, {bits / max(read, 1):.3f} bits per byte, "
-        f"{read / seconds:,.0f} bytes per second, {describe(reader.state)}",
+        f"{read / seconds:,.0f} bytes per second, {describe(model, config, reader.state)}",
         file=sys.stderr,
     )
 

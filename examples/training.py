@@ -28,12 +28,19 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from flax import nnx
-from matplotlib.figure import Figure
 from model import Model, ModelConfig
 from tasks import Batch, Task
-from tqdm import tqdm
 
 import vla_jax
+
+try:
+    from tqdm import tqdm
+except ImportError:  # no progress bar then
+    tqdm = None
+try:
+    from matplotlib.figure import Figure
+except ImportError:  # no curve then
+    Figure = None  # type: ignore[assignment, misc]
 
 # Streams of the data generator: training, the evaluations that stop a run, the reported one.
 TRAIN, VALIDATION, TEST = range(3)
@@ -389,8 +396,7 @@ class Run:
 
     def _steps(self, progress: bool) -> Iterator[None]:
         config = self.config
-        bar = tqdm(total=config.steps, initial=self.step, unit="step", disable=not progress)
-        with bar:
+        with _bar(config.steps, self.step, progress) as bar:
             while self.step < config.steps and not self._reached_target():
                 step, params, opt_state = self.state
                 data = batch(self.task, config, TRAIN, step)
@@ -470,7 +476,8 @@ class Run:
             "history": self.history,
         }
         if jax.process_index() == 0:
-            _plot(self.history, result, self.out_dir / "curve.png")
+            if Figure is not None:
+                _plot(self.history, result, self.out_dir / "curve.png")
             _write_json(self.result_path, result)
         return result
 
@@ -507,6 +514,20 @@ def _restore(manager: ocp.CheckpointManager, trees: Any) -> tuple[TrainState, di
     leaves = [restored["state"][name] for name in named]
     state = TrainState(step, *jax.tree.unflatten(jax.tree.structure(trees), leaves))
     return state, restored["meta"]
+
+
+class _NoBar:
+    """Shows nothing."""
+
+    def update(self) -> None: ...
+
+    def set_postfix(self, **_: Any) -> None: ...
+
+
+def _bar(total: int, initial: int, shown: bool) -> contextlib.AbstractContextManager[Any]:
+    if tqdm is None:
+        return contextlib.nullcontext(_NoBar())
+    return tqdm(total=total, initial=initial, unit="step", disable=not shown)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Sampling and the decoding loop, on a model small enough to know the answer."""
 
 import itertools
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -191,6 +192,44 @@ def test_generation_goes_on_from_its_state(drawn):
     np.testing.assert_array_equal(
         np.concatenate([first.tokens, second.tokens], axis=1), whole.tokens
     )
+
+
+def test_streaming_goes_on_with_the_draws_it_would_have_made(drawn):
+    first = generate(*MODEL, *left_pad(PROMPTS), max_new=4, key=KEY, temperature=2.0)
+    resume = Partial(lambda logits, state, ids, mask: (logits, state), first.logits, first.state)
+    options = {"max_new": 6, "chunk": 4, "key": KEY, "temperature": 2.0}
+    rest = list(stream(resume, MODEL[1], first.tokens, drawn=4, **options))
+    tokens = [np.asarray(c.tokens)[:, : int(c.lengths[0])] for c in (first, *rest)]
+    np.testing.assert_array_equal(np.concatenate(tokens, axis=1), drawn.tokens)
+    with pytest.raises(ValueError, match="drawn must not be negative, got -1"):
+        stream(resume, MODEL[1], first.tokens, drawn=-1, **options)
+    with pytest.raises(TypeError, match="drawn must be an integer, got float"):
+        stream(resume, MODEL[1], first.tokens, drawn=1.0, **options)
+
+
+def test_memory_is_flat_over_100_000_steps():
+    """Arrays that are alive, and the memory of the process where the system tells it."""
+    chunks = stream(*MODEL, *left_pad(PROMPTS[:1]), max_new=100_000, chunk=5_000, temperature=0)
+    alive, resident, produced = [], [], 0
+    for chunk in chunks:
+        produced += int(chunk.lengths[0])
+        jax.block_until_ready(chunk)
+        alive.append(sum(x.nbytes for x in jax.live_arrays()))
+        resident.append(resident_bytes())
+    assert produced == 100_000
+    assert all(np.all(np.isfinite(x)) for x in jax.tree.leaves(chunk.state))
+    # The tokens of two chunks are alive at most, and nothing that grows with their number.
+    assert max(alive) - min(alive) <= 2 * 4 * 5_000
+    # 10⁵ steps that each kept this model's state of about 200 bytes would be 20 MB.
+    assert max(resident[2:]) - resident[2] < 10e6
+
+
+def resident_bytes():
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:
+        return 0
 
 
 def test_new_parameters_do_not_recompile():

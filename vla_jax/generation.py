@@ -185,6 +185,7 @@ def stream(
     top_k: int | None = None,
     top_p: float | None = None,
     stop: Sequence[int] = (),
+    drawn: int = 0,
 ) -> Iterator[Generation]:
     """``generate``, yielding the tokens in chunks as they come.
 
@@ -192,6 +193,8 @@ def stream(
       prefill, step, prompts, mask, key, temperature, top_k, top_p, stop: as in ``generate``.
       max_new: tokens to generate at most; None for no bound.
       chunk: tokens of a yielded chunk, at most.
+      drawn: tokens already drawn with ``key``: to go on where an earlier stream stood, with the
+        draws that it would have made.
 
     Returns:
       An iterator of ``Generation``s, each with the tokens since the one before; arguments are
@@ -200,6 +203,10 @@ def stream(
     if max_new is not None:
         validation.positive("max_new", max_new, integer=True)
     validation.positive("chunk", chunk, integer=True)
+    if not isinstance(drawn, int | np.integer) or isinstance(drawn, bool):
+        raise TypeError(f"drawn must be an integer, got {type(drawn).__name__}")
+    if drawn < 0:
+        raise ValueError(f"drawn must not be negative, got {drawn}")
     _check_sampling(temperature, top_k, top_p)
     if temperature and key is None:
         raise ValueError("key must be a random key, got None: only temperature=0 needs none")
@@ -211,17 +218,19 @@ def stream(
         sampling=(("temperature", temperature), ("top_k", top_k), ("top_p", top_p)),
         stop=stop,
     )
-    return _chunks(_partial(prefill), _partial(step), decode, prompts, mask, key, max_new, chunk)
+    return _chunks(
+        _partial(prefill), _partial(step), decode, prompts, mask, key, max_new, chunk, drawn
+    )
 
 
-def _chunks(prefill, step, decode, prompts, mask, key, max_new, chunk):
+def _chunks(prefill, step, decode, prompts, mask, key, max_new, chunk, drawn):
     logits, state = _prefill(prefill, prompts, mask)
     done = jnp.zeros(prompts.shape[0], bool)
     for start in itertools.count(0, chunk):
         limit = chunk if max_new is None else min(chunk, max_new - start)
         if limit <= 0 or (start and bool(jnp.all(done))):
             return
-        result = decode(step, logits, state, done, key, start, limit)
+        result = decode(step, logits, state, done, key, drawn + start, limit)
         logits, state, done = result.logits, result.state, result.done
         yield result
 
