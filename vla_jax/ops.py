@@ -97,7 +97,8 @@ def vla_attention(
       value: ``[B, T, H, E]``.
       direction: ``[B, T, H, D]``, the penalty directions ``u``, used as given (the published layer
         gives them length ``1/√D``). None means ``k̂ / √D``.
-      lambda0: scalar or ``[H]``, positive; differentiable.
+      lambda0: scalar or ``[H]``, positive; differentiable. What float32 makes of a tiny one:
+        ``docs/derivation.md``, section 2.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
         id changes.
@@ -229,26 +230,6 @@ def _attention(
 # --- decoding ----------------------------------------------------------------------------------
 
 
-@jax.custom_jvp
-def _known_inverse(matrix: Array, inverse: Array) -> Array:
-    """``inverse``, already computed, as the function of ``matrix`` that it is.
-
-    Values come from the cache, derivatives from ``d(M⁻¹) = −M⁻¹ dM M⁻¹``: the gradient flows
-    through the penalty, exactly, whatever the cache did to save the factorisation.
-    """
-    return inverse
-
-
-@_known_inverse.defjvp
-def _known_inverse_jvp(primals, tangents):
-    matrix, inverse = primals
-    value = _known_inverse(matrix, inverse)
-    tangent = jnp.einsum(
-        "...ij,...jk,...kl->...il", value, tangents[0], value, precision=jax.lax.Precision.HIGHEST
-    )
-    return value, -tangent
-
-
 def vla_step(
     query: Array,
     key: Array,
@@ -346,7 +327,6 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
     else:
         u = direction.astype(dtype)
 
-    regulariser = lambda0[:, None, None] * jnp.eye(dim, dtype=dtype)
     before = numerics.symmetrize(state.penalty)
     outer = u[..., :, None] * u[..., None, :]
     rest = state.penalty_rest
@@ -356,10 +336,8 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
         addend = outer + jax.lax.stop_gradient(rest.astype(dtype))
         penalty = before + addend
         rest = jax.lax.stop_gradient(addend - (penalty - before))
-    inverse, cache = _next_inverse(
-        *jax.lax.stop_gradient((state, before + regulariser, u, lambda0))
-    )
-    inverse = _known_inverse(penalty + regulariser, inverse)
+    inverse, cache = _next_inverse(*jax.lax.stop_gradient((state, penalty, u, lambda0)))
+    inverse = numerics.known_inverse(numerics.regularised(penalty, lambda0), inverse)
     solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)
     out, memory, key_sum = reference.write_and_read(
         state, solution, query, key, unit_key, value, write_gain=write_gain, readout=readout,
@@ -370,26 +348,30 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
 
 
 def _next_inverse(
-    state: VLAState, matrix: Array, u: Array, lambda0: Array
+    state: VLAState, penalty: Array, u: Array, lambda0: Array
 ) -> tuple[Array, dict[str, Array | None]]:
-    """The inverse after ``u``, from the cache where it holds, and the cache that goes on."""
+    """The inverse for ``penalty``, which ``u`` is part of already, and the cache that goes on."""
     if state.inverse is None or state.inverse_lambda0 is None or state.inverse_age is None:
-        inverse = numerics.positive_definite_inverse(matrix)
-        return reference.sherman_morrison(inverse, u), {}
-    cached, age = state.inverse.astype(matrix.dtype), state.inverse_age
-    absent = state.inverse_lambda0 != lambda0
+        return numerics.penalty_inverse(penalty, lambda0), {}
+    cached, age = state.inverse.astype(penalty.dtype), state.inverse_age
+    updated = reference.sherman_morrison(cached, u)
+    # The update divides by 1 + uᵀ A u: what is lost where that is large does not come back.
+    weight = 1 + jnp.einsum("bhi,bhij,bhj->bh", u, cached, u, precision=jax.lax.Precision.HIGHEST)
+    resolved = (weight > 0.5) & (weight * numerics.RESOLVED_ULPS * jnp.finfo(weight.dtype).eps < 1)
+    absent = (state.inverse_lambda0 != lambda0) | ~resolved
     due = jnp.any(absent | (age >= numerics.REDERIVE_EVERY))
 
     def derive():
-        derived = numerics.positive_definite_inverse(matrix)
-        better = absent | (2 * _misfit(matrix, derived) < _misfit(matrix, cached))
-        return jnp.where(better[..., None, None], derived, cached)
+        matrix = numerics.regularised(penalty, lambda0)
+        derived = numerics.penalty_inverse(penalty, lambda0)
+        better = absent | (2 * _misfit(matrix, derived) < _misfit(matrix, updated))
+        return jnp.where(better[..., None, None], derived, updated)
 
-    inverse = reference.sherman_morrison(jax.lax.cond(due, derive, lambda: cached), u)
+    inverse = jax.lax.cond(due, derive, lambda: updated)
     cache: dict[str, Array | None] = {
         "inverse": inverse,
         "inverse_lambda0": jnp.broadcast_to(lambda0, age.shape),
-        "inverse_age": jnp.where(due, 1, age + 1).astype(matrix.dtype),
+        "inverse_age": jnp.where(due, 1, age + 1).astype(penalty.dtype),
     }
     return inverse, cache
 

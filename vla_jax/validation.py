@@ -88,7 +88,8 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
 
     Raises:
       TypeError: if it is not a real number or an array of them.
-      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive and finite.
+      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive and finite
+        as a normal number of ``dtype``.
     """
     try:
         result = jnp.asarray(value)
@@ -104,8 +105,12 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
         )
     if is_concrete(result):
         values = np.asarray(result, np.float64)
-        if not (np.isfinite(values) & (values > 0)).all():
-            raise ValueError(f"lambda0 must be positive and finite, got {values}")
+        limits = jnp.finfo(dtype)
+        if not ((values >= float(limits.tiny)) & (values <= float(limits.max))).all():
+            raise ValueError(
+                f"lambda0 must be positive and finite, in {jnp.dtype(dtype)} from {limits.tiny} to "
+                f"{limits.max}; got {values}"
+            )
     return jnp.broadcast_to(result.astype(dtype), (num_heads,))
 
 

@@ -54,10 +54,18 @@ def penalty_solve_forward(*args, policy: numerics.Policy, chunk_size: int | None
 
 @_folded
 def _penalty_solve_backward(
-    direction, lambda0, initial_penalty, segment_ids, solution, d_solution, d_penalty, **options
+    rhs,
+    direction,
+    lambda0,
+    initial_penalty,
+    segment_ids,
+    solution,
+    d_solution,
+    d_penalty,
+    **options,
 ):
     return solve.backward(
-        solution, direction, lambda0, initial_penalty, segment_ids, solution, None, d_solution,
+        rhs, direction, lambda0, initial_penalty, segment_ids, solution, None, d_solution,
         d_penalty, **options,
     )  # fmt: skip
 
