@@ -262,3 +262,51 @@ def test_scan_over_layers_with_remat(x64):
         return layer(layer(x, lambda0[0]), lambda0[1]).sum()
 
     jax.tree.map(lambda a, b: assert_close(a, b, tolerances.FLOAT64), scanned(x), unrolled(x))
+
+
+def stepped(steps=3):
+    """Tokens, and a state after some of them, its cache filled."""
+    call = draw(Case(1, 8, 2, 1, 4, 3))
+    tokens = {n: np.asarray(call[n], np.float32) for n in ("query", "key", "value", "direction")}
+    state = vla_jax.init_state(1, 2, 4, 3)
+    for t in range(steps):
+        _, state = vla_jax.vla_step(**{n: x[:, t] for n, x in tokens.items()}, state=state)
+    return tokens, state
+
+
+def test_a_new_penalty_takes_no_stale_inverse():
+    tokens, state = stepped()
+    assert np.all(state.inverse_lambda0 > 0)
+    after = {n: x[:, 3] for n, x in tokens.items()}
+    # Only the symmetric part counts; the triangle has the symmetric part of nine times it.
+    triangle = np.triu(18 * state.penalty, 1) + 9 * state.penalty * np.eye(4, dtype=np.float32)
+    changed = state.replace(penalty=triangle)
+    assert jax.tree.structure(changed) == jax.tree.structure(state)
+    bare = vla_jax.VLAState(state.memory, 9 * state.penalty, state.key_sum)
+    wanted, _ = vla_jax.vla_step(**after, state=bare)
+    out, new = vla_jax.vla_step(**after, state=changed)
+    assert_close(out, wanted, tolerances.REORDERED32)
+    assert np.all(new.inverse_age == 1)
+    # Part of a batch, part of a state without cache, and a cache that is given are what they say.
+    empty = bare.replace(penalty=state.penalty)
+    assert empty.inverse is None
+    assert empty.penalty_rest is None
+    smaller = jax.tree.map(lambda x: x[:, :1], state)
+    half = state.replace(memory=smaller.memory, penalty=smaller.penalty, key_sum=smaller.key_sum)
+    assert half.inverse.shape == (1, 1, 4, 4)
+    assert half.inverse_age.shape == (1, 1)
+    given = state.replace(penalty=state.penalty, inverse=state.inverse)
+    assert given.inverse is state.inverse
+    assert not np.any(given.inverse_lambda0)
+
+
+def test_what_rounding_kept_out_of_the_penalty_is_a_part_of_it(implementation):
+    """After decoding: attention, too, starts from penalty + penalty_rest."""
+    tokens, state = stepped()
+    rest = 0.1 * state.penalty
+    whole = vla_jax.VLAState(state.memory, state.penalty + rest, state.key_sum)
+    found, wanted = (
+        vla_jax.vla_attention(**tokens, initial_state=s, implementation=implementation)
+        for s in (dataclasses.replace(state, penalty_rest=rest), whole)
+    )
+    np.testing.assert_array_equal(found, wanted)

@@ -1,5 +1,6 @@
 """Every bad argument raises ValueError or TypeError with a message that names it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -101,10 +102,30 @@ def test_vla_attention(name, bad):
         vla_jax.vla_attention(**{**good(), name: bad})
 
 
-@pytest.mark.parametrize("field", ["memory", "penalty", "key_sum"])
-def test_state_errors_name_the_field(field):
-    with pytest.raises(ValueError, match=rf"initial_state\.{field}\b"):
-        vla_jax.vla_attention(**good(), initial_state=state(**{field: ones(1)}))
+FIELDS = [field.name for field in dataclasses.fields(vla_jax.VLAState)]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("bad", [ones(1), ones(B + 1, H), [1.0], "x", ones(B, H, dtype=jnp.int32)])
+def test_state_errors_name_the_field(field, bad):
+    """Also of the cache, which would otherwise broadcast: into another sequence, silently."""
+    value = dataclasses.replace(state(), **{field: bad})
+    with pytest.raises((ValueError, TypeError), match=rf"^initial_state\.{field} must"):
+        vla_jax.vla_attention(**good(), initial_state=value)
+    arguments = {n: x[:, 0] for n, x in good().items()}
+    with pytest.raises((ValueError, TypeError), match=rf"^state\.{field} must"):
+        vla_jax.vla_step(**arguments, state=value)
+
+
+def test_only_an_optional_state_may_be_none():
+    arguments = {n: x[:, 0] for n, x in good().items()}
+    with pytest.raises(TypeError, match="state must be a VLAState, got NoneType"):
+        vla_jax.vla_step(**arguments, state=None)
+    with pytest.raises(TypeError, match="initial_state must be a VLAState or None, got tuple"):
+        vla_jax.vla_attention(**good(), initial_state=())
+    for field in ("memory", "penalty", "key_sum"):
+        with pytest.raises(TypeError, match=rf"state\.{field} must be an array, got NoneType"):
+            vla_jax.vla_step(**arguments, state=dataclasses.replace(state(), **{field: None}))
 
 
 def test_no_tokens():

@@ -45,8 +45,7 @@ def init_state(
         validation.positive(name, size, integer=True)
     if jnp.dtype(dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
-    state = validation.state(None, "", *sizes, dtype)
-    return _with_empty_cache(state)
+    return _with_empty_cache(validation.zero_state(*sizes, dtype))
 
 
 def _with_empty_cache(state: VLAState) -> VLAState:
@@ -146,7 +145,7 @@ def vla_attention(
         value,
         direction,
         validation.lambda0(lambda0, heads, policy.accumulator),
-        validation.state(
+        validation.initial_state(
             initial_state, "initial_state", batch, heads, dim, value.shape[-1], policy.accumulator
         ),
         validation.segment_ids(segment_ids, batch, length),
@@ -274,18 +273,13 @@ def vla_step(
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, H, D]")
     _check_options(write_gain, readout, eps)
-    if state is None:
-        raise TypeError("state must be a VLAState, got None; init_state makes a fresh one")
-    dtype = numerics.accumulator_dtype(
-        query.dtype, key.dtype, value.dtype, getattr(state, "memory", query).dtype
-    )
-    fields = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
-    state = fields.replace(
-        inverse=state.inverse,
-        inverse_lambda0=state.inverse_lambda0,
-        inverse_age=state.inverse_age,
-        penalty_rest=state.penalty_rest,
-    )
+    if not isinstance(state, VLAState):
+        raise TypeError(
+            f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"
+        )
+    dtypes = [getattr(x, "dtype", jnp.float32) for x in (query, key, value, state.memory)]
+    dtype = numerics.accumulator_dtype(*dtypes)
+    state = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
     return _step(
         query,
         key,

@@ -202,7 +202,9 @@ def context_parallel_attention(
         value,
         direction,
         validation.lambda0(lambda0, heads, dtype),
-        validation.state(initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype),
+        validation.initial_state(
+            initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
+        ),
         validation.segment_ids(segment_ids, batch, length),
         validation.mask(mask, batch, length),
         axis_name=axis_name,
