@@ -127,6 +127,25 @@ def vla_attention(
       NotImplementedError: if the named implementation cannot serve here, and for forward-mode or
         second-order differentiation of any but ``"reference"``.
     """
+    arrays, options = checked(
+        query, key, value, direction, lambda0, initial_state, segment_ids, mask,
+        write_gain=write_gain, readout=readout, eps=eps, chunk_size=chunk_size,
+        implementation=implementation, precision=precision,
+    )  # fmt: skip
+    out, state = _attention(*arrays, **options)
+    return (out, state) if return_state else out
+
+
+def checked(
+    query: Any, key: Any, value: Any, direction: Any, lambda0: Any, initial_state: Any,
+    segment_ids: Any, mask: Any, *, write_gain: Any, readout: Any, eps: Any, chunk_size: Any,
+    implementation: Any, precision: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The arguments of ``vla_attention`` as its composition takes them: arrays, static options.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as ``vla_attention``.
+    """
     key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
     batch, length, heads, dim = key.shape
     query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
@@ -134,34 +153,30 @@ def vla_attention(
     value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
-    _check_options(write_gain, readout, eps)
     config = primitives.configure(
         query, key, value, implementation=implementation, chunk_size=chunk_size, precision=precision
     )
-    policy = config.policy
-    out, state = _attention(
+    dtype = config.policy.accumulator
+    arrays = (
         query,
         key,
         value,
         direction,
-        validation.lambda0(lambda0, heads, policy.accumulator),
+        validation.lambda0(lambda0, heads, dtype),
         validation.initial_state(
-            initial_state, "initial_state", batch, heads, dim, value.shape[-1], policy.accumulator
+            initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
         ),
         validation.segment_ids(segment_ids, batch, length),
         validation.mask(mask, batch, length),
-        config=config,
-        write_gain=write_gain,
-        readout=readout,
-        eps=float(eps),
     )
-    return (out, state) if return_state else out
+    return arrays, {"config": config, **_variant(write_gain, readout, eps)}
 
 
-def _check_options(write_gain: Any, readout: Any, eps: Any) -> None:
+def _variant(write_gain: Any, readout: Any, eps: Any) -> dict[str, Any]:
     validation.choice("write_gain", write_gain, WRITE_GAINS)
     validation.choice("readout", readout, READOUTS)
     validation.positive("eps", eps)
+    return {"write_gain": write_gain, "readout": readout, "eps": float(eps)}
 
 
 def write_keys(
@@ -182,6 +197,26 @@ def write_keys(
         config, unit_key, direction, lambda0, initial_penalty, segment_ids
     )
     return unit_key, numerics.apply_write_gain(solution, unit_key, write_gain), penalty
+
+
+def weigh(
+    out: Array,
+    query: Array,
+    key: Array,
+    key_sum: Array,
+    segment_ids: Array | None,
+    *,
+    config: primitives.Config,
+    readout: str,
+    eps: float,
+) -> tuple[Array, Array]:
+    """The read-out over ``z·q``, equation (5), in the dtype of ``query``; and the final key sum."""
+    key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, config.policy)
+    if readout == "ratio":
+        grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
+        weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
+        out = out / jnp.maximum(weight, eps)[..., None]
+    return out.astype(query.dtype), key_sum
 
 
 @functools.partial(jax.jit, static_argnames=("config", "write_gain", "readout", "eps"))
@@ -217,11 +252,9 @@ def _attention(
         out, memory = primitives.delta(
             config, query, unit_key, write_key, value, state.memory, segment_ids
         )
-        key_sums, key_sum = chunkwise.causal_sum(key, state.key_sum, segment_ids, config.policy)
-        if readout == "ratio":
-            grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
-            weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
-            out = out / jnp.maximum(weight, eps)[..., None]
+        out, key_sum = weigh(
+            out, query, key, state.key_sum, segment_ids, config=config, readout=readout, eps=eps
+        )
         state = VLAState(memory, penalty, key_sum)
     return out.astype(query.dtype), _with_empty_cache(state)
 
@@ -272,7 +305,7 @@ def vla_step(
     value = validation.array("value", value, (batch, heads, None), "[B, H, E]")
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, H, D]")
-    _check_options(write_gain, readout, eps)
+    variant = _variant(write_gain, readout, eps)
     if not isinstance(state, VLAState):
         raise TypeError(
             f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"
@@ -288,9 +321,7 @@ def vla_step(
         state,
         validation.lambda0(lambda0, heads, dtype),
         kernel=primitives.decode_kernel(implementation, state, query, key, value, direction),
-        write_gain=write_gain,
-        readout=readout,
-        eps=float(eps),
+        **variant,
     )
 
 
