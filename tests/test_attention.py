@@ -25,6 +25,7 @@ from support import (
 
 import vla_jax
 from benchmarks.cases import CASES, Case, draw
+from vla_jax import numerics
 
 OPTIONS = ("write_gain", "readout")
 SMALL = Case(2, 22, 2, 2, 5, 4, initial=True, per_head=True, segments="random")
@@ -310,3 +311,34 @@ def test_what_rounding_kept_out_of_the_penalty_is_a_part_of_it(implementation):
         for s in (dataclasses.replace(state, penalty_rest=rest), whole)
     )
     np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [3e38, 1e-37])
+def test_keys_of_any_size(size, implementation):
+    """The largest and the smallest that float32 holds: exact, gradients where they are normal."""
+    call = draw(Case(1, 6, 2, 1, 4, 3))
+    tokens = {n: np.asarray(call[n], np.float32) for n in ("query", "key", "value", "direction")}
+    key = tokens["key"] / tokens["key"].max()
+    key = np.maximum(key, 0.2) * np.float32(size)
+    for direction in (tokens["direction"], None):
+        tokens |= {"key": key, "direction": direction}
+        wanted, *_ = oracle.attention(**tokens, readout="none")
+        run = functools.partial(
+            vla_jax.vla_attention, **tokens, readout="none", implementation=implementation
+        )
+        assert_close(run(), wanted, tolerances.REORDERED32)
+        assert np.isfinite(jax.grad(lambda q, run=run: run(query=q).sum())(tokens["query"])).all()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_normalize_reaches_both_ends(jit, x64):
+    function = jax.value_and_grad(lambda x: numerics.normalize(x)[0])
+    function = jax.jit(function) if jit else function
+    for dtype in (np.float32, np.float64):
+        limits = np.finfo(dtype)
+        for size in (limits.max / 2, 1e30, 1, 1e-30, 4 * limits.tiny):
+            unit, gradient = function(np.array([size, 2 * size], dtype))
+            assert_close(unit, 0.2**0.5, 4 * limits.eps)
+            wanted = 0.2**1.5 * np.array([4, -2]) / size  # (I − k̂k̂ᵀ)/‖x‖
+            if abs(wanted).min() > limits.tiny:
+                assert_close(gradient, wanted, 8 * limits.eps)

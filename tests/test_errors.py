@@ -72,7 +72,7 @@ ATTENTION = {
     ],
     "write_gain": ["units", "", None, 1],
     "readout": ["ratios", None, True],
-    "eps": [0.0, -1e-6, float("nan"), "small"],
+    "eps": [0.0, -1e-6, float("nan"), "small", 1e-39, 1e-50],
     "chunk_size": [0, -1, 2.5, True, "16"],
     "implementation": ["xlaa", "", "Pallas", 3],
     "initial_state": [
@@ -142,7 +142,7 @@ STEP = {
     "lambda0": [0.0, float("nan")],
     "write_gain": ["units"],
     "readout": ["ratios"],
-    "eps": [0.0],
+    "eps": [0.0, 1e-50],
 }
 
 

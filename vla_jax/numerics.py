@@ -26,19 +26,29 @@ NOISE_ULPS = 128
 def normalize(x: Array, axis: int = -1) -> Array:
     """Scales ``x`` to unit Euclidean length along ``axis``; an all-zero vector stays zero.
 
-    Exact for any magnitude that the dtype can hold (the vector is scaled by its largest entry
-    first, so squares neither overflow nor vanish). The gradient of a zero vector is zero.
+    Exact for any magnitude that the dtype can hold as a normal number (the vector is scaled by its
+    largest entry first, so squares neither overflow nor vanish); XLA counts smaller entries, below
+    1.2e-38 in float32, as zero. The gradient of a zero vector is zero.
     """
-    return x * inverse_norm(x, axis)
+    scaled, inverse, _, present = _scaled(x, axis)
+    return jnp.where(present, scaled * inverse, 0)
 
 
 def inverse_norm(x: Array, axis: int = -1) -> Array:
     """``1 / ‖x‖`` along ``axis`` (kept as size one); 0, with zero gradient, where ``x`` is zero."""
+    _, inverse, peak, present = _scaled(x, axis)
+    return jnp.where(present, inverse / peak, 0)
+
+
+def _scaled(x: Array, axis: int) -> tuple[Array, Array, Array, Array]:
+    """``x`` over its largest entry, one over the length of that, the entry, and whether it is 0."""
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
     present = peak > 0
-    scaled = jnp.where(present, x, 1) / jnp.where(present, peak, 1)
+    peak = jnp.where(present, peak, 1)
+    away = jnp.where(peak > 1, 2**-8, 1).astype(x.dtype)  # the inverse of 1e38 is no normal number
+    scaled = jnp.where(present, x, 1) * away / (peak * away)
     inverse = jax.lax.rsqrt(jnp.sum(scaled * scaled, axis=axis, keepdims=True))
-    return jnp.where(present, inverse / jnp.where(present, peak, 1), 0)
+    return scaled, inverse, peak, present
 
 
 def feature_map(x: Array) -> Array:

@@ -92,7 +92,8 @@ def vla_attention(
       query: ``[B, T, Hq, D]``, feature-mapped (``vla_jax.feature_map``), not normalised. Hq is a
         multiple of H; query head ``h`` reads the state of head ``h // (Hq / H)``.
       key: ``[B, T, H, D]``, feature-mapped, not normalised (the unit key is formed inside, in
-        float32). A zero key writes nothing.
+        float32, from any normal numbers: XLA takes smaller ones, below 1.2e-38, for zero). A zero
+        key writes nothing. For the ratio, ``z`` and ``z·q`` must not overflow.
       value: ``[B, T, H, E]``.
       direction: ``[B, T, H, D]``, the penalty directions ``u``, used as given (the published layer
         gives them length ``1/√D``). None means ``k̂ / √D``.
@@ -169,13 +170,15 @@ def checked(
         validation.segment_ids(segment_ids, batch, length),
         validation.mask(mask, batch, length),
     )
-    return arrays, {"config": config, **_variant(write_gain, readout, eps)}
+    return arrays, {"config": config, **_variant(write_gain, readout, eps, dtype)}
 
 
-def _variant(write_gain: Any, readout: Any, eps: Any) -> dict[str, Any]:
+def _variant(write_gain: Any, readout: Any, eps: Any, dtype: DTypeLike) -> dict[str, Any]:
     validation.choice("write_gain", write_gain, WRITE_GAINS)
     validation.choice("readout", readout, READOUTS)
     validation.positive("eps", eps)
+    if eps < jnp.finfo(dtype).tiny:
+        raise ValueError(f"eps must be positive in {jnp.dtype(dtype)}, which rounds {eps} to 0")
     return {"write_gain": write_gain, "readout": readout, "eps": float(eps)}
 
 
@@ -305,7 +308,6 @@ def vla_step(
     value = validation.array("value", value, (batch, heads, None), "[B, H, E]")
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, H, D]")
-    variant = _variant(write_gain, readout, eps)
     if not isinstance(state, VLAState):
         raise TypeError(
             f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"
@@ -321,7 +323,7 @@ def vla_step(
         state,
         validation.lambda0(lambda0, heads, dtype),
         kernel=primitives.decode_kernel(implementation, state, query, key, value, direction),
-        **variant,
+        **_variant(write_gain, readout, eps, dtype),
     )
 
 
