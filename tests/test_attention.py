@@ -25,6 +25,7 @@ from support import (
 
 import vla_jax
 from benchmarks.cases import CASES, Case, draw
+from vla_jax import numerics
 
 OPTIONS = ("write_gain", "readout")
 SMALL = Case(2, 22, 2, 2, 5, 4, initial=True, per_head=True, segments="random")
@@ -262,3 +263,82 @@ def test_scan_over_layers_with_remat(x64):
         return layer(layer(x, lambda0[0]), lambda0[1]).sum()
 
     jax.tree.map(lambda a, b: assert_close(a, b, tolerances.FLOAT64), scanned(x), unrolled(x))
+
+
+def stepped(steps=3):
+    """Tokens, and a state after some of them, its cache filled."""
+    call = draw(Case(1, 8, 2, 1, 4, 3))
+    tokens = {n: np.asarray(call[n], np.float32) for n in ("query", "key", "value", "direction")}
+    state = vla_jax.init_state(1, 2, 4, 3)
+    for t in range(steps):
+        _, state = vla_jax.vla_step(**{n: x[:, t] for n, x in tokens.items()}, state=state)
+    return tokens, state
+
+
+def test_a_new_penalty_takes_no_stale_inverse():
+    tokens, state = stepped()
+    assert np.all(state.inverse_lambda0 > 0)
+    after = {n: x[:, 3] for n, x in tokens.items()}
+    # Only the symmetric part counts; the triangle has the symmetric part of nine times it.
+    triangle = np.triu(18 * state.penalty, 1) + 9 * state.penalty * np.eye(4, dtype=np.float32)
+    changed = state.replace(penalty=triangle)
+    assert jax.tree.structure(changed) == jax.tree.structure(state)
+    bare = vla_jax.VLAState(state.memory, 9 * state.penalty, state.key_sum)
+    wanted, _ = vla_jax.vla_step(**after, state=bare)
+    out, new = vla_jax.vla_step(**after, state=changed)
+    assert_close(out, wanted, tolerances.REORDERED32)
+    assert np.all(new.inverse_age == 1)
+    # Part of a batch, part of a state without cache, and a cache that is given are what they say.
+    empty = bare.replace(penalty=state.penalty)
+    assert empty.inverse is None
+    assert empty.penalty_rest is None
+    smaller = jax.tree.map(lambda x: x[:, :1], state)
+    half = state.replace(memory=smaller.memory, penalty=smaller.penalty, key_sum=smaller.key_sum)
+    assert half.inverse.shape == (1, 1, 4, 4)
+    assert half.inverse_age.shape == (1, 1)
+    given = state.replace(penalty=state.penalty, inverse=state.inverse)
+    assert given.inverse is state.inverse
+    assert not np.any(given.inverse_lambda0)
+
+
+def test_what_rounding_kept_out_of_the_penalty_is_a_part_of_it(implementation):
+    """After decoding: attention, too, starts from penalty + penalty_rest."""
+    tokens, state = stepped()
+    rest = 0.1 * state.penalty
+    whole = vla_jax.VLAState(state.memory, state.penalty + rest, state.key_sum)
+    found, wanted = (
+        vla_jax.vla_attention(**tokens, initial_state=s, implementation=implementation)
+        for s in (dataclasses.replace(state, penalty_rest=rest), whole)
+    )
+    np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("size", [3e38, 1e-37])
+def test_keys_of_any_size(size, implementation):
+    """The largest and the smallest that float32 holds: exact, gradients where they are normal."""
+    call = draw(Case(1, 6, 2, 1, 4, 3))
+    tokens = {n: np.asarray(call[n], np.float32) for n in ("query", "key", "value", "direction")}
+    key = tokens["key"] / tokens["key"].max()
+    key = np.maximum(key, 0.2) * np.float32(size)
+    for direction in (tokens["direction"], None):
+        tokens |= {"key": key, "direction": direction}
+        wanted, *_ = oracle.attention(**tokens, readout="none")
+        run = functools.partial(
+            vla_jax.vla_attention, **tokens, readout="none", implementation=implementation
+        )
+        assert_close(run(), wanted, tolerances.REORDERED32)
+        assert np.isfinite(jax.grad(lambda q, run=run: run(query=q).sum())(tokens["query"])).all()
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_normalize_reaches_both_ends(jit, x64):
+    function = jax.value_and_grad(lambda x: numerics.normalize(x)[0])
+    function = jax.jit(function) if jit else function
+    for dtype in (np.float32, np.float64):
+        limits = np.finfo(dtype)
+        for size in (limits.max / 2, 1e30, 1, 1e-30, 4 * limits.tiny):
+            unit, gradient = function(np.array([size, 2 * size], dtype))
+            assert_close(unit, 0.2**0.5, 4 * limits.eps)
+            wanted = 0.2**1.5 * np.array([4, -2]) / size  # (I − k̂k̂ᵀ)/‖x‖
+            if abs(wanted).min() > limits.tiny:
+                assert_close(gradient, wanted, 8 * limits.eps)

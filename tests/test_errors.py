@@ -1,5 +1,6 @@
 """Every bad argument raises ValueError or TypeError with a message that names it."""
 
+import dataclasses
 import functools
 
 import jax
@@ -71,7 +72,7 @@ ATTENTION = {
     ],
     "write_gain": ["units", "", None, 1],
     "readout": ["ratios", None, True],
-    "eps": [0.0, -1e-6, float("nan"), "small"],
+    "eps": [0.0, -1e-6, float("nan"), "small", 1e-39, 1e-50],
     "chunk_size": [0, -1, 2.5, True, "16"],
     "implementation": ["xlaa", "", "Pallas", 3],
     "initial_state": [
@@ -101,10 +102,30 @@ def test_vla_attention(name, bad):
         vla_jax.vla_attention(**{**good(), name: bad})
 
 
-@pytest.mark.parametrize("field", ["memory", "penalty", "key_sum"])
-def test_state_errors_name_the_field(field):
-    with pytest.raises(ValueError, match=rf"initial_state\.{field}\b"):
-        vla_jax.vla_attention(**good(), initial_state=state(**{field: ones(1)}))
+FIELDS = [field.name for field in dataclasses.fields(vla_jax.VLAState)]
+
+
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("bad", [ones(1), ones(B + 1, H), [1.0], "x", ones(B, H, dtype=jnp.int32)])
+def test_state_errors_name_the_field(field, bad):
+    """Also of the cache, which would otherwise broadcast: into another sequence, silently."""
+    value = dataclasses.replace(state(), **{field: bad})
+    with pytest.raises((ValueError, TypeError), match=rf"^initial_state\.{field} must"):
+        vla_jax.vla_attention(**good(), initial_state=value)
+    arguments = {n: x[:, 0] for n, x in good().items()}
+    with pytest.raises((ValueError, TypeError), match=rf"^state\.{field} must"):
+        vla_jax.vla_step(**arguments, state=value)
+
+
+def test_only_an_optional_state_may_be_none():
+    arguments = {n: x[:, 0] for n, x in good().items()}
+    with pytest.raises(TypeError, match="state must be a VLAState, got NoneType"):
+        vla_jax.vla_step(**arguments, state=None)
+    with pytest.raises(TypeError, match="initial_state must be a VLAState or None, got tuple"):
+        vla_jax.vla_attention(**good(), initial_state=())
+    for field in ("memory", "penalty", "key_sum"):
+        with pytest.raises(TypeError, match=rf"state\.{field} must be an array, got NoneType"):
+            vla_jax.vla_step(**arguments, state=dataclasses.replace(state(), **{field: None}))
 
 
 def test_no_tokens():
@@ -121,7 +142,7 @@ STEP = {
     "lambda0": [0.0, float("nan")],
     "write_gain": ["units"],
     "readout": ["ratios"],
-    "eps": [0.0],
+    "eps": [0.0, 1e-50],
 }
 
 

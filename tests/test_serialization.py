@@ -210,3 +210,31 @@ def test_nbytes():
     assert serialization.nbytes(vla_jax.init_state(1, 2, 4, 8).replace(inverse=None)) == 4 * (
         2 * 4 * 8 + 2 * 2 * 4 * 4 + 2 * 4 + 2 * 2
     )
+
+
+def test_64_bits_are_not_narrowed(tmp_path):
+    """Without x64 JAX would turn 2**40 into 0 and 1/3 into a float32."""
+    path = tmp_path / "wide"
+    for wide in (np.full(3, 2**40), np.full(3, 1 / 3), np.full(2, 1j)):
+        serialization.save(path, {"a": wide})
+        with pytest.raises(ValueError, match=rf"wide .*jax_enable_x64: a is {wide.dtype}"):
+            serialization.load(path, {"a": wide})
+        with jax.enable_x64(True):
+            assert_same(serialization.load(path, {"a": wide}), {"a": jnp.asarray(wide)})
+
+
+def test_any_byte_order_and_layout(tmp_path):
+    array = np.arange(6, dtype=">f4").reshape(2, 3).T
+    serialization.save(tmp_path / "f", {"a": array})
+    for template in (array, jnp.zeros((3, 2))):
+        loaded = serialization.load(tmp_path / "f", {"a": template})
+        np.testing.assert_array_equal(loaded["a"], array)
+
+
+def test_the_leaf_that_is_no_array_is_named(saved):
+    path, _ = saved
+    for leaf in (1.0, "x", object(), jax.random.key(0)):
+        with pytest.raises(TypeError, match=r"template must hold arrays .* at a"):
+            serialization.load(path, {"a": leaf})
+    with pytest.raises(TypeError, match="tree must hold concrete arrays, got a traced one at a"):
+        jax.jit(lambda x: serialization.save(path, {"a": x}))(jnp.ones(2))

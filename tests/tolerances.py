@@ -32,3 +32,7 @@ HUGE_LAMBDA0 = 1e-5
 
 # Hypothesis in float64: lambda0 down to 1e-2 with nearly equal keys, scales over twelve decades.
 FUZZ64 = 1e-8
+
+# Gradients where lambda0 no longer regularises: M of the first D tokens has cond(M) up to 1e4, and
+# a gradient its square. 2e-3 was measured, NaN or 1e7 before the lost tokens were solved again.
+SMALL_LAMBDA0_GRADIENT = 5e-3

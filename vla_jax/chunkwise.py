@@ -134,7 +134,33 @@ def penalty_solve_forward(
     chunk_size: int | None = None,
     running_sum: Scan = running_sum,
 ) -> tuple[Array, Array, Array]:
-    """Equations (6) to (9): ``(solution [B, T, H, D], penalty [B, H, D, D])``.
+    """Equations (6) to (9): ``(solution [B, T, H, D], penalty [B, H, D, D])``."""
+    solution, penalty, lost = _solve(
+        rhs, direction, lambda0, initial_penalty, segment_ids, policy, chunk_size, running_sum
+    )
+    (solution,) = _solve_again(lost, direction, lambda0, segment_ids, [(solution, rhs, "all")])
+    return solution, penalty, solution
+
+
+class _Lost(NamedTuple):
+    """The tokens ``start ≤ t < stop`` that rounding has won, none if ``stop = 0``."""
+
+    start: Array
+    stop: Array
+    penalty: Array  # [B, H, D, D]  before the first of them
+
+
+def _solve(
+    rhs: Array,
+    direction: Array,
+    lambda0: Array,
+    initial_penalty: Array,
+    segment_ids: Array | None,
+    policy: numerics.Policy,
+    chunk_size: int | None,
+    running_sum: Scan,
+) -> tuple[Array, Array, _Lost]:
+    """The solution by stepping an inverse, the final penalty, and where that did not do.
 
     The tokens are cut in super-chunks of ``SUPER_CHUNK`` chunks. The penalty at their starts is a
     prefix sum; from there on all super-chunks run side by side, each stepping its own inverse.
@@ -154,7 +180,9 @@ def penalty_solve_forward(
     u_last = u if whole is None else jnp.where(whole.last, u, 0)
     gram = dot("...td,...te->...de", u_last, u)
     starts, penalty = running_sum(gram, None if whole is None else whole.keep, initial_penalty)
-    inverse = numerics.positive_definite_inverse(lam * identity + starts)
+    matrix = numerics.regularised(starts, lambda0)
+    half = numerics.inverse_cholesky(matrix)
+    inverse = numerics.squared(half)
 
     # Chunk r of every super-chunk at once, r = 0 … span-1; leading axes [supers, B].
     def by_chunk(x):
@@ -177,22 +205,77 @@ def penalty_solve_forward(
         ar = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
         gram = dot("...td,...sd->...ts", u, au)
         gram = gram if segments is None else jnp.where(segments.same, gram, 0)
-        factor = numerics.inverse_cholesky(gram + jnp.eye(chunk, dtype=dtype))
+        gram = gram + jnp.eye(chunk, dtype=dtype)
+        factor = numerics.inverse_cholesky(gram)
+        lost = numerics.unresolved(factor, gram)
         w = dot("...ts,...sd->...td", factor, au)
         overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
         solution = ar - dot("...ts,...sd->...td", overlap, w)
         w_last = _where(last, w)
         inverse = _where(keep, inverse, fresh) - dot("...td,...te->...de", w_last, w_last)
-        return inverse, solution
+        return inverse, (solution, lost)
 
     r = by_chunk(_split(rhs, supers, chunk * span, dtype))
-    _, solution = jax.lax.scan(step, inverse, (r, by_chunk(u), segments))
+    _, (solution, lost) = jax.lax.scan(step, inverse, (r, by_chunk(u), segments))
     solution = jnp.moveaxis(solution, 0, 3).reshape(*u.shape[:3], chunk * span, dim)
     solution = _join(solution, length)
-    return solution, penalty, solution
+
+    lost = jnp.any(lost, axis=0) | numerics.unresolved(half, matrix, numerics.NOISE_ULPS)
+    finite = jnp.isfinite(jnp.sum(jnp.abs(u), axis=(-2, -1)) + jnp.sum(starts, axis=(-2, -1)))
+    lost = jnp.any(lost & finite, axis=(1, 2))  # [supers]; not where the input is not finite
+    first, behind = jnp.argmax(lost), jnp.argmax(lost[::-1])
+    stop = jnp.where(jnp.any(lost), jnp.minimum((supers - behind) * chunk * span, length), 0)
+    return solution, penalty, _Lost(first * chunk * span, stop, starts[first])
+
+
+def _solve_again(
+    lost: _Lost,
+    direction: Array,
+    lambda0: Array,
+    segment_ids: Array | None,
+    solves: list[tuple[Array, Array, str]],
+) -> list[Array]:
+    """Solves the lost tokens from the penalty of each: slow, and right in every digit that is left.
+
+    An inverse that is stepped, by equations (6) to (9) or by the Sherman–Morrison formula, keeps
+    the error of its largest entry, ``1/λ₀`` until every direction has been seen. A loop without
+    iterations costs nothing, also under ``jax.vmap``, which would run both branches of a condition.
+
+    Args:
+      solves: ``(solution, rhs, part)`` of arrays ``[B, T, H, D]``: the solution to take over
+        elsewhere, its right-hand side, and whether to solve for ``"all"`` of it or for what the
+        directions read so far ``"span"``. The rest is orthogonal to these but for its rounding.
+    """
+    solutions, rhs, parts = zip(*solves, strict=True)
+
+    def body(t, carry):
+        penalty, solutions = carry
+        u = direction[:, t].astype(penalty.dtype)
+        penalty = _where(_joins(segment_ids, t - 1, t), penalty) + u[..., :, None] * u[..., None, :]
+        inverses = dict(
+            zip(("all", "span"), numerics.penalty_inverses(penalty, lambda0), strict=True)
+        )
+        solved = [
+            jnp.einsum(
+                "bhij,bhj->bhi", inverses[part], r[:, t], precision=jax.lax.Precision.HIGHEST
+            )
+            for part, r in zip(parts, rhs, strict=True)
+        ]
+        return penalty, [x.at[:, t].set(y) for x, y in zip(solutions, solved, strict=True)]
+
+    return jax.lax.fori_loop(lost.start, lost.stop, body, (lost.penalty, list(solutions)))[1]
+
+
+def _joins(segment_ids: Array | None, first: Array, then: Array) -> Array | None:
+    """Whether two tokens are of one segment, or one of them is none: for ``_where``."""
+    if segment_ids is None:
+        return None
+    first, then = jnp.maximum(first, 0), jnp.minimum(then, segment_ids.shape[1] - 1)
+    return (segment_ids[:, first] == segment_ids[:, then])[:, None, None, None]
 
 
 def penalty_solve_backward(
+    rhs: Array,
     direction: Array,
     lambda0: Array,
     initial_penalty: Array,
@@ -214,16 +297,20 @@ def penalty_solve_backward(
     length = direction.shape[1]
     chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
     n = _num_chunks(length, chunk)
-    d_rhs, *_ = penalty_solve_forward(
+    d_rhs, _, lost = _solve(
         d_solution,
         direction,
         lambda0,
         initial_penalty,
         segment_ids,
-        policy=policy,
-        chunk_size=chunk_size,
-        running_sum=running_sum,
+        policy,
+        chunk_size,
+        running_sum,
     )
+    d_rhs, beta_span, alpha_span = _solve_again(
+        lost, direction, lambda0, segment_ids,
+        [(d_rhs, d_solution, "all"), (d_rhs, d_solution, "span"), (solution, rhs, "span")],
+    )  # fmt: skip
     segments = _segments(segment_ids, n, chunk)
     u, alpha, beta = (_split(x, n, chunk, dtype) for x in (direction, solution, d_rhs))
 
@@ -240,7 +327,43 @@ def penalty_solve_backward(
         overlap = _upper(dot("...td,...sd->...ts", u, x), segments)
         d_u = d_u + dot("...ts,...sd->...td", overlap, y)
     d_lambda0 = -jnp.sum(alpha * beta, axis=(0, 1, 3, 4))
-    return d_rhs, -_join(d_u, length), d_lambda0, -start / 2
+    d_u = _pull_again(
+        lost, _join(d_u, length), direction, solution, d_rhs, alpha_span, beta_span, final,
+        segment_ids,
+    )  # fmt: skip
+    return d_rhs, -d_u, d_lambda0, -start / 2
+
+
+def _pull_again(
+    lost: _Lost,
+    d_u: Array,
+    direction: Array,
+    alpha: Array,
+    beta: Array,
+    alpha_span: Array,
+    beta_span: Array,
+    later: Array,
+    segment_ids: Array | None,
+) -> Array:
+    """Equation (23) without its sign, token by token if any token is lost, otherwise ``d_u``.
+
+    The factor that meets ``u_s`` is the one in the span of the directions, so that the rounding of
+    the other part, as large as ``1/λ₀``, does not.
+    """
+    length = direction.shape[1]
+
+    def body(i, carry):
+        later, d_u = carry
+        t = length - 1 - i
+        u, a, b, a_span, b_span = (
+            x[:, t].astype(later.dtype) for x in (direction, alpha, beta, alpha_span, beta_span)
+        )
+        pairs = b[..., :, None] * a_span[..., None, :] + a[..., :, None] * b_span[..., None, :]
+        later = _where(_joins(segment_ids, t, t + 1), later) + pairs
+        pulled = jnp.einsum("bhij,bhj->bhi", later, u, precision=jax.lax.Precision.HIGHEST)
+        return later, d_u.at[:, t].set(pulled)
+
+    return jax.lax.fori_loop(0, jnp.where(lost.stop > 0, length, 0), body, (later, d_u))[1]
 
 
 # --- delta_rule --------------------------------------------------------------------------------

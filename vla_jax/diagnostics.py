@@ -203,7 +203,7 @@ def state_norm(
     segment_ids = validation.segment_ids(segment_ids, batch, length)
     mask = validation.mask(mask, batch, length)
     dtype = numerics.accumulator_dtype(key.dtype, value.dtype)
-    state = validation.state(
+    state = validation.initial_state(
         initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
     )
     unit_key = numerics.normalize(key.astype(dtype))

@@ -452,7 +452,8 @@ def _output(config: LayerConfig, params: Parameters, out: Array) -> Array:
 def _lambda0(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any:
     if config.learn_lambda0:
         wide = numerics.accumulator_dtype(dtype)
-        return jnp.exp(params["penalty"]["log_lambda0"].astype(wide))
+        lambda0 = jnp.exp(params["penalty"]["log_lambda0"].astype(wide))
+        return jnp.maximum(lambda0, jnp.finfo(wide).tiny)  # however far the logarithm runs
     return np.asarray(config.lambda0)
 
 

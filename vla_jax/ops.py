@@ -45,8 +45,7 @@ def init_state(
         validation.positive(name, size, integer=True)
     if jnp.dtype(dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
-    state = validation.state(None, "", *sizes, dtype)
-    return _with_empty_cache(state)
+    return _with_empty_cache(validation.zero_state(*sizes, dtype))
 
 
 def _with_empty_cache(state: VLAState) -> VLAState:
@@ -93,11 +92,13 @@ def vla_attention(
       query: ``[B, T, Hq, D]``, feature-mapped (``vla_jax.feature_map``), not normalised. Hq is a
         multiple of H; query head ``h`` reads the state of head ``h // (Hq / H)``.
       key: ``[B, T, H, D]``, feature-mapped, not normalised (the unit key is formed inside, in
-        float32). A zero key writes nothing.
+        float32, from any normal numbers: XLA takes smaller ones, below 1.2e-38, for zero). A zero
+        key writes nothing. For the ratio, ``z`` and ``z·q`` must not overflow.
       value: ``[B, T, H, E]``.
       direction: ``[B, T, H, D]``, the penalty directions ``u``, used as given (the published layer
         gives them length ``1/√D``). None means ``k̂ / √D``.
-      lambda0: scalar or ``[H]``, positive; differentiable.
+      lambda0: scalar or ``[H]``, positive; differentiable. What float32 makes of a tiny one:
+        ``docs/derivation.md``, section 2.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
         id changes.
@@ -127,6 +128,25 @@ def vla_attention(
       NotImplementedError: if the named implementation cannot serve here, and for forward-mode or
         second-order differentiation of any but ``"reference"``.
     """
+    arrays, options = checked(
+        query, key, value, direction, lambda0, initial_state, segment_ids, mask,
+        write_gain=write_gain, readout=readout, eps=eps, chunk_size=chunk_size,
+        implementation=implementation, precision=precision,
+    )  # fmt: skip
+    out, state = _attention(*arrays, **options)
+    return (out, state) if return_state else out
+
+
+def checked(
+    query: Any, key: Any, value: Any, direction: Any, lambda0: Any, initial_state: Any,
+    segment_ids: Any, mask: Any, *, write_gain: Any, readout: Any, eps: Any, chunk_size: Any,
+    implementation: Any, precision: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
+    """The arguments of ``vla_attention`` as its composition takes them: arrays, static options.
+
+    Raises:
+      ValueError, TypeError, NotImplementedError: as ``vla_attention``.
+    """
     key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
     batch, length, heads, dim = key.shape
     query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
@@ -134,34 +154,32 @@ def vla_attention(
     value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
-    _check_options(write_gain, readout, eps)
     config = primitives.configure(
         query, key, value, implementation=implementation, chunk_size=chunk_size, precision=precision
     )
-    policy = config.policy
-    out, state = _attention(
+    dtype = config.policy.accumulator
+    arrays = (
         query,
         key,
         value,
         direction,
-        validation.lambda0(lambda0, heads, policy.accumulator),
-        validation.state(
-            initial_state, "initial_state", batch, heads, dim, value.shape[-1], policy.accumulator
+        validation.lambda0(lambda0, heads, dtype),
+        validation.initial_state(
+            initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
         ),
         validation.segment_ids(segment_ids, batch, length),
         validation.mask(mask, batch, length),
-        config=config,
-        write_gain=write_gain,
-        readout=readout,
-        eps=float(eps),
     )
-    return (out, state) if return_state else out
+    return arrays, {"config": config, **_variant(write_gain, readout, eps, dtype)}
 
 
-def _check_options(write_gain: Any, readout: Any, eps: Any) -> None:
+def _variant(write_gain: Any, readout: Any, eps: Any, dtype: DTypeLike) -> dict[str, Any]:
     validation.choice("write_gain", write_gain, WRITE_GAINS)
     validation.choice("readout", readout, READOUTS)
     validation.positive("eps", eps)
+    if eps < jnp.finfo(dtype).tiny:
+        raise ValueError(f"eps must be positive in {jnp.dtype(dtype)}, which rounds {eps} to 0")
+    return {"write_gain": write_gain, "readout": readout, "eps": float(eps)}
 
 
 def write_keys(
@@ -182,6 +200,26 @@ def write_keys(
         config, unit_key, direction, lambda0, initial_penalty, segment_ids
     )
     return unit_key, numerics.apply_write_gain(solution, unit_key, write_gain), penalty
+
+
+def weigh(
+    out: Array,
+    query: Array,
+    key: Array,
+    key_sum: Array,
+    segment_ids: Array | None,
+    *,
+    config: primitives.Config,
+    readout: str,
+    eps: float,
+) -> tuple[Array, Array]:
+    """The read-out over ``z·q``, equation (5), in the dtype of ``query``; and the final key sum."""
+    key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, config.policy)
+    if readout == "ratio":
+        grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
+        weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
+        out = out / jnp.maximum(weight, eps)[..., None]
+    return out.astype(query.dtype), key_sum
 
 
 @functools.partial(jax.jit, static_argnames=("config", "write_gain", "readout", "eps"))
@@ -217,36 +255,14 @@ def _attention(
         out, memory = primitives.delta(
             config, query, unit_key, write_key, value, state.memory, segment_ids
         )
-        key_sums, key_sum = chunkwise.causal_sum(key, state.key_sum, segment_ids, config.policy)
-        if readout == "ratio":
-            grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
-            weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
-            out = out / jnp.maximum(weight, eps)[..., None]
+        out, key_sum = weigh(
+            out, query, key, state.key_sum, segment_ids, config=config, readout=readout, eps=eps
+        )
         state = VLAState(memory, penalty, key_sum)
     return out.astype(query.dtype), _with_empty_cache(state)
 
 
 # --- decoding ----------------------------------------------------------------------------------
-
-
-@jax.custom_jvp
-def _known_inverse(matrix: Array, inverse: Array) -> Array:
-    """``inverse``, already computed, as the function of ``matrix`` that it is.
-
-    Values come from the cache, derivatives from ``d(M⁻¹) = −M⁻¹ dM M⁻¹``: the gradient flows
-    through the penalty, exactly, whatever the cache did to save the factorisation.
-    """
-    return inverse
-
-
-@_known_inverse.defjvp
-def _known_inverse_jvp(primals, tangents):
-    matrix, inverse = primals
-    value = _known_inverse(matrix, inverse)
-    tangent = jnp.einsum(
-        "...ij,...jk,...kl->...il", value, tangents[0], value, precision=jax.lax.Precision.HIGHEST
-    )
-    return value, -tangent
 
 
 def vla_step(
@@ -292,19 +308,13 @@ def vla_step(
     value = validation.array("value", value, (batch, heads, None), "[B, H, E]")
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, H, D]")
-    _check_options(write_gain, readout, eps)
-    if state is None:
-        raise TypeError("state must be a VLAState, got None; init_state makes a fresh one")
-    dtype = numerics.accumulator_dtype(
-        query.dtype, key.dtype, value.dtype, getattr(state, "memory", query).dtype
-    )
-    fields = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
-    state = fields.replace(
-        inverse=state.inverse,
-        inverse_lambda0=state.inverse_lambda0,
-        inverse_age=state.inverse_age,
-        penalty_rest=state.penalty_rest,
-    )
+    if not isinstance(state, VLAState):
+        raise TypeError(
+            f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"
+        )
+    dtypes = [getattr(x, "dtype", jnp.float32) for x in (query, key, value, state.memory)]
+    dtype = numerics.accumulator_dtype(*dtypes)
+    state = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
     return _step(
         query,
         key,
@@ -313,9 +323,7 @@ def vla_step(
         state,
         validation.lambda0(lambda0, heads, dtype),
         kernel=primitives.decode_kernel(implementation, state, query, key, value, direction),
-        write_gain=write_gain,
-        readout=readout,
-        eps=float(eps),
+        **_variant(write_gain, readout, eps, dtype),
     )
 
 
@@ -346,7 +354,6 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
     else:
         u = direction.astype(dtype)
 
-    regulariser = lambda0[:, None, None] * jnp.eye(dim, dtype=dtype)
     before = numerics.symmetrize(state.penalty)
     outer = u[..., :, None] * u[..., None, :]
     rest = state.penalty_rest
@@ -356,10 +363,8 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
         addend = outer + jax.lax.stop_gradient(rest.astype(dtype))
         penalty = before + addend
         rest = jax.lax.stop_gradient(addend - (penalty - before))
-    inverse, cache = _next_inverse(
-        *jax.lax.stop_gradient((state, before + regulariser, u, lambda0))
-    )
-    inverse = _known_inverse(penalty + regulariser, inverse)
+    inverse, cache = _next_inverse(*jax.lax.stop_gradient((state, penalty, u, lambda0)))
+    inverse = numerics.known_inverse(numerics.regularised(penalty, lambda0), inverse)
     solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)
     out, memory, key_sum = reference.write_and_read(
         state, solution, query, key, unit_key, value, write_gain=write_gain, readout=readout,
@@ -370,26 +375,30 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
 
 
 def _next_inverse(
-    state: VLAState, matrix: Array, u: Array, lambda0: Array
+    state: VLAState, penalty: Array, u: Array, lambda0: Array
 ) -> tuple[Array, dict[str, Array | None]]:
-    """The inverse after ``u``, from the cache where it holds, and the cache that goes on."""
+    """The inverse for ``penalty``, which ``u`` is part of already, and the cache that goes on."""
     if state.inverse is None or state.inverse_lambda0 is None or state.inverse_age is None:
-        inverse = numerics.positive_definite_inverse(matrix)
-        return reference.sherman_morrison(inverse, u), {}
-    cached, age = state.inverse.astype(matrix.dtype), state.inverse_age
-    absent = state.inverse_lambda0 != lambda0
+        return numerics.penalty_inverse(penalty, lambda0), {}
+    cached, age = state.inverse.astype(penalty.dtype), state.inverse_age
+    updated = reference.sherman_morrison(cached, u)
+    # The update divides by 1 + uᵀ A u: what is lost where that is large does not come back.
+    weight = 1 + jnp.einsum("bhi,bhij,bhj->bh", u, cached, u, precision=jax.lax.Precision.HIGHEST)
+    resolved = (weight > 0.5) & (weight * numerics.RESOLVED_ULPS * jnp.finfo(weight.dtype).eps < 1)
+    absent = (state.inverse_lambda0 != lambda0) | ~resolved
     due = jnp.any(absent | (age >= numerics.REDERIVE_EVERY))
 
     def derive():
-        derived = numerics.positive_definite_inverse(matrix)
-        better = absent | (2 * _misfit(matrix, derived) < _misfit(matrix, cached))
-        return jnp.where(better[..., None, None], derived, cached)
+        matrix = numerics.regularised(penalty, lambda0)
+        derived = numerics.penalty_inverse(penalty, lambda0)
+        better = absent | (2 * _misfit(matrix, derived) < _misfit(matrix, updated))
+        return jnp.where(better[..., None, None], derived, updated)
 
-    inverse = reference.sherman_morrison(jax.lax.cond(due, derive, lambda: cached), u)
+    inverse = jax.lax.cond(due, derive, lambda: updated)
     cache: dict[str, Array | None] = {
         "inverse": inverse,
         "inverse_lambda0": jnp.broadcast_to(lambda0, age.shape),
-        "inverse_age": jnp.where(due, 1, age + 1).astype(matrix.dtype),
+        "inverse_age": jnp.where(due, 1, age + 1).astype(penalty.dtype),
     }
     return inverse, cache
 

@@ -152,27 +152,20 @@ def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment
         chunk_size=config.chunk_size,
     )
     kept = checkpoint_name(kept, "vla_solution")
-    residuals = (direction, lambda0, initial_penalty, segment_ids, kept, _like(rhs))
-    return (solution, penalty), residuals
+    return (solution, penalty), (rhs, direction, lambda0, initial_penalty, segment_ids, kept)
 
 
 def _penalty_solve_bwd(config, residuals, cotangents):
-    *residuals, rhs_like = residuals
     backward = _module(config.implementation).penalty_solve_backward
     d_rhs, d_direction, d_lambda0, d_penalty = backward(
         *residuals, *cotangents, policy=config.policy, chunk_size=config.chunk_size
     )
-    d_rhs = d_rhs.astype(rhs_like.dtype)
-    d_direction = d_direction.astype(residuals[0].dtype)
+    rhs, direction, *_ = residuals
+    d_rhs, d_direction = d_rhs.astype(rhs.dtype), d_direction.astype(direction.dtype)
     return *_once(d_rhs, d_direction, d_lambda0, d_penalty), None
 
 
 _penalty_solve.defvjp(_penalty_solve_fwd, _penalty_solve_bwd)
-
-
-def _like(x: Array) -> Array:
-    """An empty array that remembers a dtype: residuals must be arrays."""
-    return jnp.zeros((0,), x.dtype)
 
 
 def solve(
@@ -213,7 +206,8 @@ def penalty_solve(
     Args:
       rhs: ``[B, T, H, D]``, floating point.
       direction: ``[B, T, H, D]``, the ``u`` of the penalty, used as given.
-      lambda0: scalar or ``[H]``, positive: the initial penalty.
+      lambda0: scalar or ``[H]``, positive: the initial penalty. What float32 makes of a tiny one:
+        ``docs/derivation.md``, section 2.
       initial_penalty: ``[B, H, D, D]``, symmetric (only its symmetric part is used), without the
         ``lambda0`` term. It belongs to the first segment. Default zeros.
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the penalty

@@ -22,8 +22,9 @@ def _dot(equation: str, *operands: Array) -> Array:
 def sherman_morrison(inverse: Array, direction: Array) -> Array:
     """``(M + u uᵀ)⁻¹`` from ``M⁻¹`` ``[..., D, D]`` and ``u`` ``[..., D]``: equation (1)."""
     w = _dot("...ij,...j->...i", inverse, direction)
-    gain = 1 + jnp.sum(direction * w, axis=-1)
-    return inverse - w[..., :, None] * w[..., None, :] / gain[..., None, None]
+    gain = 1 + jnp.sum(direction * w, axis=-1, keepdims=True)
+    scaled = w * jax.lax.rsqrt(jnp.abs(gain))  # w wᵀ alone overflows where λ₀ is tiny
+    return inverse - jnp.sign(gain)[..., None] * scaled[..., :, None] * scaled[..., None, :]
 
 
 def delta_step(
@@ -108,9 +109,7 @@ def penalty_solve(
         inverse = sherman_morrison(_reset(start, fresh, inverse), u)
         return (penalty, inverse), _dot("bhij,bhj->bhi", inverse, r)
 
-    inverse = numerics.positive_definite_inverse(
-        lambda0[:, None, None] * jnp.eye(dim, dtype=dtype) + initial_penalty
-    )
+    inverse = numerics.penalty_inverse(initial_penalty, lambda0)
     tokens = (
         _time_major(rhs, dtype),
         _time_major(direction, dtype),
@@ -205,8 +204,6 @@ def attention(
         _segment_starts(segment_ids, query.shape[1]),
     )
     state = VLAState(initial_state.memory, initial_state.penalty, initial_state.key_sum)
-    inverse = numerics.positive_definite_inverse(
-        lambda0[:, None, None] * identity + initial_state.penalty
-    )
+    inverse = numerics.penalty_inverse(initial_state.penalty, lambda0)
     (state, _, _), out = jax.lax.scan(step, (state, inverse, jnp.int32(0)), tokens)
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1]), state

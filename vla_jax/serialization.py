@@ -46,15 +46,17 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
       tree: a pytree of arrays (JAX or NumPy). Typed random keys: ``jax.random.key_data`` first.
 
     Raises:
-      TypeError: if a leaf is not an array of numbers or booleans.
+      TypeError: if a leaf is not an array of numbers or booleans, or traced.
       OSError: if the file cannot be written.
     """
     arrays = {}
     for name, leaf in _named(tree).items():
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic) or not _storable(leaf.dtype):
-            kind = getattr(leaf, "dtype", type(leaf).__name__)
-            raise TypeError(f"tree must hold arrays of numbers or booleans, got {kind} at {name}")
-        arrays[name] = np.asarray(leaf)
+        dtype = _check_leaf("tree", name, leaf)
+        if isinstance(leaf, jax.core.Tracer):
+            raise TypeError(
+                f"tree must hold concrete arrays, got a traced one at {name}: not in jit"
+            )
+        arrays[name] = np.asarray(leaf).astype(dtype)
     payload = flax.serialization.msgpack_serialize(arrays)
     digest = hashlib.sha256(payload).digest()
     path = pathlib.Path(path)
@@ -87,20 +89,35 @@ def load(path: str | os.PathLike[str], template: T) -> T:
 
     Raises:
       ValueError: naming the path, what was expected and what was found: no file there, not a file
-        of states, another version of the format, truncated, corrupted, or another structure, shape
-        or dtype than the template's.
+        of states, another version of the format, truncated, corrupted, another structure, shape or
+        dtype than the template's, or 64-bit numbers, which JAX would narrow without
+        ``jax_enable_x64``.
+      TypeError: if a leaf of the template has no such shape and dtype.
     """
     arrays = _read(pathlib.Path(path))
     expected = _named(template)
     differences = [f"{name} is missing" for name in expected if name not in arrays]
     differences += [f"{name} is not expected" for name in arrays if name not in expected]
-    for name in expected.keys() & arrays.keys():
-        want, found = expected[name], arrays[name]
-        if np.shape(want) != found.shape or want.dtype != found.dtype:
-            differences.append(f"{name} must be {_describe(want)}, found {_describe(found)}")
+    narrowed = []
+    for name, want in expected.items():
+        dtype = _check_leaf("template", name, want)
+        if name not in arrays:
+            continue
+        found = arrays[name]
+        if want.shape != found.shape or dtype != found.dtype:
+            differences.append(
+                f"{name} must be {_describe(want.shape, dtype)}, "
+                f"found {_describe(found.shape, found.dtype)}"
+            )
+        elif jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            narrowed.append(f"{name} is {dtype}")
     if differences:
         raise ValueError(
             f"{path} holds another state than the template: {'; '.join(sorted(differences))}"
+        )
+    if narrowed:
+        raise ValueError(
+            f"{path} holds numbers that JAX narrows without jax_enable_x64: {'; '.join(narrowed)}"
         )
     leaves = [jnp.asarray(arrays[name]) for name in expected]
     return jax.tree.unflatten(jax.tree.structure(template), leaves)
@@ -155,9 +172,17 @@ def _named(tree: Any) -> dict[str, Any]:
     return named
 
 
-def _storable(dtype: Any) -> bool:
-    return jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)
+def _check_leaf(argument: str, name: str, leaf: Any) -> np.dtype:
+    """The dtype of a leaf in this machine's byte order; TypeError unless it can be in a file."""
+    kinds = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct
+    dtype = leaf.dtype if isinstance(leaf, kinds) else None
+    if dtype is None or not (jnp.issubdtype(dtype, np.number) or jnp.issubdtype(dtype, np.bool_)):
+        found = type(leaf).__name__ if dtype is None else dtype
+        raise TypeError(
+            f"{argument} must hold arrays of numbers or booleans, got {found} at {name}"
+        )
+    return np.dtype(dtype).newbyteorder("=")
 
 
-def _describe(array: Any) -> str:
-    return f"{np.dtype(array.dtype).name}{list(array.shape)}"
+def _describe(shape: tuple[int, ...], dtype: np.dtype) -> str:
+    return f"{dtype.name}{list(shape)}"

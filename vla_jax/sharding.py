@@ -18,10 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import chunkwise, numerics, ops, primitives, reference, validation
+from vla_jax import numerics, ops, primitives, reference, validation
 from vla_jax.types import (
-    READOUTS,
-    WRITE_GAINS,
     Array,
     ArrayLike,
     Implementation,
@@ -177,41 +175,17 @@ def context_parallel_attention(
       NotImplementedError: as ``vla_attention``.
     """
     axis_size(axis_name)
-    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
-    batch, length, heads, dim = key.shape
-    query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
-    validation.query_heads(query, heads)
-    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
-    if direction is not None:
-        direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
-    validation.choice("write_gain", write_gain, WRITE_GAINS)
-    validation.choice("readout", readout, READOUTS)
-    validation.positive("eps", eps)
     if implementation == "triton":
         raise NotImplementedError(
             "implementation='triton' has no parts to run over several devices; use None, "
             "'pallas' or 'xla'"
         )
-    config = primitives.configure(
-        query, key, value, implementation=implementation, chunk_size=chunk_size, precision=precision
-    )
-    dtype = config.policy.accumulator
-    out, state = _attention(
-        query,
-        key,
-        value,
-        direction,
-        validation.lambda0(lambda0, heads, dtype),
-        validation.state(initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype),
-        validation.segment_ids(segment_ids, batch, length),
-        validation.mask(mask, batch, length),
-        axis_name=axis_name,
-        config=config,
-        write_gain=write_gain,
-        readout=readout,
-        eps=float(eps),
-        return_state=return_state,
-    )
+    arrays, static = ops.checked(
+        query, key, value, direction, lambda0, initial_state, segment_ids, mask,
+        write_gain=write_gain, readout=readout, eps=eps, chunk_size=chunk_size,
+        implementation=implementation, precision=precision,
+    )  # fmt: skip
+    out, state = _attention(*arrays, axis_name=axis_name, return_state=return_state, **static)
     return (out, state) if return_state else out
 
 
@@ -291,12 +265,9 @@ def _attention(
     carried = policy.dot("bthgd,bhde->bthge", grouped, memory)
     out = out + carried.reshape(out.shape)
 
-    key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, policy)
-    if readout == "ratio":
-        grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
-        weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
-        out = out / jnp.maximum(weight, eps)[..., None]
-    out = out.astype(query.dtype)
+    out, key_sum = ops.weigh(
+        out, query, key, key_sum, segment_ids, config=config, readout=readout, eps=eps
+    )
     if not return_state:
         return out, None
     memory = follow(memory, (gain, carry))[0]

@@ -19,6 +19,7 @@ import dataclasses
 from typing import Any, Literal, TypeAlias
 
 import jax
+import jax.numpy as jnp
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
@@ -48,11 +49,13 @@ class VLAState:
       memory: ``[B, H, D, E]``, the associative memory, key dimension first (the transpose of the
         ``S`` of the equations).
       penalty: ``[B, H, D, D]``, the sum of ``u uᵀ`` over the tokens read so far, without the
-        ``lambda0 * I`` term.
+        ``lambda0 * I`` term. Of one that is made in another way the symmetric part is used; it must
+        be positive semidefinite, which is not checked: without that nothing is promised.
       key_sum: ``[B, H, D]``, the sum of the keys (not normalised), the ``z`` of the equations.
       inverse: ``[B, H, D, D]``, a cache for decoding: ``(lambda0 I + penalty)⁻¹``. It is derived
-        from ``penalty``, carries no gradient of its own, and may be stale: the two fields below
-        say whether it holds. ``None`` switches the cache off; a step then factorises the penalty.
+        from ``penalty`` and carries no gradient of its own; the two fields below say whether it
+        holds. ``None`` switches the cache off; a step then factorises the penalty. A state that is
+        put together by hand leaves this and what follows None.
       inverse_lambda0: ``[B, H]``, the ``lambda0`` for which ``inverse`` holds, 0 where it holds for
         none (the next step then derives it from ``penalty``).
       inverse_age: ``[B, H]``, how many rank-one updates ``inverse`` has received since it was last
@@ -71,5 +74,16 @@ class VLAState:
     penalty_rest: Array | None = None
 
     def replace(self, **changes: Any) -> VLAState:
-        """Returns a copy of the state with the given fields changed."""
+        """Returns a copy of the state with the given fields changed.
+
+        The fields after ``key_sum`` belong to ``penalty``: with a new penalty those that are not
+        given too start afresh (those that are None stay so), so no stale inverse is ever used.
+        """
+        if "penalty" in changes:
+            shape = getattr(changes["penalty"], "shape", ())
+            for name in ("inverse", "inverse_lambda0", "inverse_age", "penalty_rest"):
+                old = getattr(self, name)
+                if old is not None and name not in changes:
+                    per_head = name.startswith("inverse_")
+                    changes[name] = jnp.zeros(shape[:-2] if per_head else shape, old.dtype)
         return dataclasses.replace(self, **changes)

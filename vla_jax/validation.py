@@ -88,7 +88,8 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
 
     Raises:
       TypeError: if it is not a real number or an array of them.
-      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive and finite.
+      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive and finite
+        as a normal number of ``dtype``.
     """
     try:
         result = jnp.asarray(value)
@@ -104,8 +105,12 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
         )
     if is_concrete(result):
         values = np.asarray(result, np.float64)
-        if not (np.isfinite(values) & (values > 0)).all():
-            raise ValueError(f"lambda0 must be positive and finite, got {values}")
+        limits = jnp.finfo(dtype)
+        if not ((values >= float(limits.tiny)) & (values <= float(limits.max))).all():
+            raise ValueError(
+                f"lambda0 must be positive and finite, in {jnp.dtype(dtype)} from {limits.tiny} to "
+                f"{limits.max}; got {values}"
+            )
     return jnp.broadcast_to(result.astype(dtype), (num_heads,))
 
 
@@ -146,22 +151,58 @@ def mask(value: Any, batch: int, length: int) -> Array | None:
 def state(
     value: Any, name: str, batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any
 ) -> VLAState:
-    """The three defining fields of a state in ``dtype`` (zeros for None), the penalty as given."""
-    if value is None:
-        return VLAState(
-            memory=jnp.zeros((batch, heads, key_dim, value_dim), dtype),
-            penalty=jnp.zeros((batch, heads, key_dim, key_dim), dtype),
-            key_sum=jnp.zeros((batch, heads, key_dim), dtype),
-        )
+    """A state with its fields in ``dtype``, those of the cache None where they are.
+
+    Raises:
+      TypeError, ValueError: naming the field that is no floating-point array of its shape.
+    """
     if not isinstance(value, VLAState):
-        raise TypeError(f"{name} must be a VLAState or None, got {type(value).__name__}")
+        raise TypeError(f"{name} must be a VLAState, got {type(value).__name__}")
+    matrix = ((batch, heads, key_dim, key_dim), "[B, H, D, D]")
     shapes = {
         "memory": ((batch, heads, key_dim, value_dim), "[B, H, D, E]"),
-        "penalty": ((batch, heads, key_dim, key_dim), "[B, H, D, D]"),
+        "penalty": matrix,
         "key_sum": ((batch, heads, key_dim), "[B, H, D]"),
     }
-    fields = {
-        field: array(f"{name}.{field}", getattr(value, field), *spec).astype(dtype)
-        for field, spec in shapes.items()
+    cache = {
+        "inverse": matrix,
+        "inverse_lambda0": ((batch, heads), "[B, H]"),
+        "inverse_age": ((batch, heads), "[B, H]"),
+        "penalty_rest": matrix,
     }
-    return VLAState(**fields)
+    shapes |= {field: spec for field, spec in cache.items() if getattr(value, field) is not None}
+    return VLAState(
+        **{
+            field: array(f"{name}.{field}", getattr(value, field), *spec).astype(dtype)
+            for field, spec in shapes.items()
+        }
+    )
+
+
+def zero_state(batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> VLAState:
+    """The three defining fields of a fresh state."""
+    return VLAState(
+        memory=jnp.zeros((batch, heads, key_dim, value_dim), dtype),
+        penalty=jnp.zeros((batch, heads, key_dim, key_dim), dtype),
+        key_sum=jnp.zeros((batch, heads, key_dim), dtype),
+    )
+
+
+def initial_state(
+    value: Any, name: str, batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any
+) -> VLAState:
+    """The three defining fields of the state to start from: fresh for None, the penalty whole.
+
+    What decoding kept in ``penalty_rest`` is a part of the penalty.
+
+    Raises:
+      TypeError, ValueError: as ``state``.
+    """
+    if value is None:
+        return zero_state(batch, heads, key_dim, value_dim, dtype)
+    if not isinstance(value, VLAState):
+        raise TypeError(f"{name} must be a VLAState or None, got {type(value).__name__}")
+    given = state(value, name, batch, heads, key_dim, value_dim, dtype)
+    rest = given.penalty_rest
+    penalty = given.penalty if rest is None else given.penalty + rest
+    return VLAState(given.memory, penalty, given.key_sum)

@@ -54,11 +54,10 @@ def penalty_solve_forward(*args, policy: numerics.Policy, chunk_size: int | None
 
 @_folded
 def _penalty_solve_backward(
-    direction, lambda0, _, segment_ids, kept, d_solution, d_penalty, **options
+    rhs, direction, lambda0, _, segment_ids, kept, d_solution, d_penalty, **options
 ):
-    # Of the right-hand side only shape and dtype count here: those of the solution's cotangent.
     return solve.backward(
-        d_solution, direction, lambda0, segment_ids, None, kept, d_solution, d_penalty, **options
+        rhs, direction, lambda0, segment_ids, None, kept, d_solution, d_penalty, **options
     )
 
 
