@@ -82,7 +82,7 @@ def best(*inputs: Array, chunk_size: int | None = None) -> str:
     """
     if jax.default_backend() != "gpu" or chunk_size is not None:
         return "xla"
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)
     if default is not None and getattr(default, "platform", default) not in ("gpu", "cuda"):
         return "xla"
     concrete = [x for x in inputs if not isinstance(x, jax.core.Tracer)]
