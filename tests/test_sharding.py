@@ -11,6 +11,7 @@ import pathlib
 import subprocess
 import sys
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -390,6 +391,49 @@ def test_op_under_pmap():
     assert_close(loss, np.full(4, wanted_loss), tolerances.REORDERED32)
     for x, y in zip(gradients, wanted, strict=True):
         assert_close(np.asarray(x)[:, 0], y, tolerances.REORDERED32)
+
+
+def test_layer_under_pmap():
+    """Data parallel training: parameters on every device, gradients averaged over them."""
+    mesh_of(data=4)
+    module = VariationalLinearAttention(2, 6, short_conv=2, rngs=nnx.Rngs(0))
+    graphdef, params = nnx.split(module)
+    x = jax.random.normal(jax.random.key(1), (4, 1, 5, 6))  # [device, batch, time, features]
+
+    def step(params, x):
+        return jax.value_and_grad(lambda p: jnp.mean(nnx.merge(graphdef, p)(x) ** 2))(params)
+
+    def replica(params, x):
+        return jax.lax.pmean(step(params, x), "data")
+
+    parallel = jax.pmap(replica, "data", in_axes=(None, 0), devices=jax.devices()[:4])
+    found = jax.tree.map(lambda x: x[2], parallel(params, x))
+    wanted = jax.jit(step)(params, x.reshape(4, 5, 6))
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerances.REORDERED32), found, wanted)
+
+
+def test_linen_metadata_on_a_mesh():
+    """The boxes' names, a user's rules, and the parameters lie where these say."""
+    mesh = mesh_of(data=2, model=2)
+    module = linen.VariationalLinearAttention(4, 8, logical_axes=True)
+    x = jax.random.normal(jax.random.key(0), (2, 5, 8))
+    rules = (("embed", None), ("heads", "model"), ("kv_heads", "model"), ("head_dim", None))
+    boxed = jax.eval_shape(module.init, jax.random.key(1), x)
+    specs = flax.linen.get_partition_spec(boxed)
+    shardings = flax.linen.logical_to_mesh_sharding(specs, mesh, rules)
+    plain = flax.linen.unbox(module.init(jax.random.key(1), x))
+    placed = jax.device_put(plain, shardings)
+    kernel = placed["params"]["q_proj"]["kernel"]
+    assert kernel.sharding.spec == P(None, "model", None)
+
+    def step(params, x):
+        return jax.value_and_grad(lambda p: jnp.mean(module.apply(p, x) ** 2))(params)
+
+    x_placed = jax.device_put(x, NamedSharding(mesh, P("data")))
+    found, actual = compiled(step, placed, x_placed)
+    assert set(found) == {"all-reduce"}
+    wanted = jax.jit(step)(plain, x)
+    jax.tree.map(lambda a, b: assert_close(a, b, tolerances.REORDERED32), actual, wanted)
 
 
 def test_the_benchmark_runs(tmp_path):
