@@ -35,6 +35,7 @@ BAD = {
     "too long": lambda x: x.at[2, 3].multiply(1.01),
     "too short": lambda x: x.at[4, 6].multiply(0.99),
     "tiny": lambda x: x.at[1, 1].set(1e-30),  # its square underflows, but it is not zero
+    "subnormal": lambda x: x.at[1, 1].set(np.float32(1e-42)),  # XLA takes it for zero, IEEE not
     "nan": lambda x: x.at[3, 3, 3].set(jnp.nan),
     "infinite": lambda x: x.at[3, 3, 3].set(jnp.inf),
 }
@@ -84,9 +85,41 @@ def test_inside_grad_or_scan():
             check(1.1 * unit())
 
 
-def test_type():
-    with pytest.raises(TypeError, match="x must be a floating-point array"):
-        checks.assert_unit_norm(jnp.ones(1, int))
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (jnp.ones(1, int), "x must be a floating-point array, got dtype int32"),
+        (jnp.ones(1) * 1j, "x must be a floating-point array"),
+        ([1.0], "x must be an array, got list"),
+        (None, "x must be an array, got NoneType"),
+        ("a", "x must be an array, got str"),
+        (np.array([None]), "x must be an array of numbers, got dtype object"),
+    ],
+)
+def test_type(x, message):
+    with pytest.raises(TypeError, match=message):
+        checks.assert_unit_norm(x)
+
+
+@pytest.mark.parametrize("axis", [2, -3, None, "a", (0, 1), 0.0, True])
+def test_axis_is_named(axis):
+    with pytest.raises((TypeError, ValueError), match="axis must be an"):
+        checks.assert_unit_norm(jnp.eye(2), axis)
+
+
+def test_no_vectors():
+    with pytest.raises(ValueError, match=r"axis must be an axis of x, of shape \[\], got -1"):
+        checks.assert_unit_norm(jnp.ones(()))
+
+
+def test_a_kept_trace_is_refused_too():
+    def f(x):
+        checks.assert_unit_norm(x)
+        return x
+
+    checked(f)(jnp.eye(2))
+    with pytest.raises((RuntimeError, ValueError), match=r"chexify|checkify"):
+        jax.jit(f)(jnp.eye(2))
 
 
 def test_tolerance_follows_the_dtype():

@@ -38,6 +38,8 @@ ATTENTION = {
         ones(B, T, HQ, D + 1),
         ones(B + 1, T, HQ, D),
         ones(B, T, HQ, D, dtype=jnp.int32),
+        np.full((B, T, HQ, D), None),
+        np.full((B, T, HQ, D), "1.0"),
         [[1.0]],
     ],
     "key": [ones(B, T, H), ones(B, T, H, D, 1), ones(B, T, H, D, dtype=jnp.complex64)],
@@ -75,6 +77,7 @@ ATTENTION = {
     "eps": [0.0, -1e-6, float("nan"), "small", 1e-39, 1e-50],
     "chunk_size": [0, -1, 2.5, True, "16"],
     "implementation": ["xlaa", "", "Pallas", 3],
+    "precision": [{}, 0, True, "foo", ("high",), ("high", 1), object()],
     "initial_state": [
         (ones(B, H, D, E), ones(B, H, D, D), ones(B, H, D)),
         state(memory=ones(B, H, E, D)),
@@ -192,11 +195,17 @@ def test_delta_rule(name, bad):
 
 
 @pytest.mark.parametrize("name", ["batch_size", "num_heads", "key_dim", "value_dim"])
-@pytest.mark.parametrize("bad", [0, -1, 1.5])
+@pytest.mark.parametrize("bad", [0, -1, 1.5, True, "a", None])
 def test_init_state(name, bad):
     sizes = {"batch_size": B, "num_heads": H, "key_dim": D, "value_dim": E}
     with pytest.raises((ValueError, TypeError), match=name):
         vla_jax.init_state(**{**sizes, name: bad})
+
+
+@pytest.mark.parametrize("dtype", ["foo", None, np.int32, complex, jnp.bfloat16, object()])
+def test_dtype_of_init_state(dtype):
+    with pytest.raises((ValueError, TypeError), match="dtype must be"):
+        vla_jax.init_state(B, H, D, E, dtype=dtype)
 
 
 def test_checks_of_shape_hold_under_jit():
@@ -227,6 +236,16 @@ def test_unavailable_implementation(name):
         pytest.skip(f"{name} works here")
     with pytest.raises(NotImplementedError, match=name):
         vla_jax.vla_attention(**good(), implementation=name)
+
+
+@pytest.mark.parametrize("name", ["pallas", "triton"])
+def test_the_operation_that_cannot_be_served_is_named(name):
+    x = np.ones((B, T, H, D), np.float64)
+    with jax.enable_x64(True):
+        with pytest.raises(NotImplementedError, match=rf"{name}.* penalty_solve\b"):
+            vla_jax.penalty_solve(x, x, lambda0=0.1, implementation=name)
+        with pytest.raises(NotImplementedError, match=rf"{name}.* delta_rule\b"):
+            vla_jax.delta_rule(x, x, x, x, implementation=name)
 
 
 def primal(x, implementation):

@@ -19,7 +19,7 @@ from flax import nnx as flax_nnx
 from support import assert_close, assert_rms_close
 
 import vla_jax
-from vla_jax import layer, linen, nnx
+from vla_jax import layer, linen, nnx, ops
 
 IN = 12
 FULL = {
@@ -462,6 +462,22 @@ def test_precision_and_implementation_are_passed_on():
     assert next(asked) < next(asked)
 
 
+def test_the_implementation_of_a_step(monkeypatch):
+    """The kernel is named, not passed over; every other name has the step without chunks."""
+    asked = []
+
+    def step(*arguments, implementation, **options):
+        asked.append(implementation)
+        return vla_step(*arguments, **options)
+
+    vla_step = ops.vla_step
+    monkeypatch.setattr(ops, "vla_step", step)
+    for implementation in (None, "xla", "reference", "associative", "triton", "pallas"):
+        module = make(implementation=implementation)
+        module.step(draw(1)[:, 0], module.init_state(2))
+    assert asked == [None] * 5 + ["pallas"]
+
+
 def test_learned_lambda0():
     fixed, learned = make(lambda0=0.7), make(lambda0=0.7, learn_lambda0=True)
     x = draw(6)
@@ -601,6 +617,10 @@ def test_logical_axes_on_a_mesh():
         ({"norm_eps": 0}, ValueError),
         ({"use_bias": None}, TypeError),
         ({"dtype": jnp.int32}, TypeError),
+        ({"dtype": "foo"}, TypeError),
+        ({"param_dtype": object()}, TypeError),
+        ({"precision": "foo"}, ValueError),
+        ({"precision": 3}, TypeError),
         ({"param_dtype": None}, TypeError),
         ({"kernel_init": 0.1}, TypeError),
         ({"bias_init": None}, TypeError),
@@ -635,6 +655,20 @@ def test_an_annotated_initialiser_is_refused_with_the_remedy():
         make(kernel_init=annotated)
 
 
+def test_an_initialiser_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"kernel_init must return .*\[12, 12\], got \[3\]"):
+        make(kernel_init=lambda *_: jnp.ones(3))
+
+
+@pytest.mark.parametrize("rngs", [None, 0, jax.random.key(0)], ids=str)
+def test_rngs_are_named(rngs):
+    with pytest.raises(TypeError, match="rngs must be"):
+        nnx.VariationalLinearAttention(4, IN, rngs=rngs)
+
+
+CONV = (2, 3, 4 * 6 + 2 * (6 + 5))  # what FULL keeps for its convolution
+
+
 def _state(**changes):
     return dataclasses.replace(make(**FULL).init_state(2), **changes)
 
@@ -652,9 +686,14 @@ def _state(**changes):
         ({"segment_ids": jnp.ones((2, 5))}, TypeError, "segment_ids"),
         ({"segment_ids": jnp.array([[1, 0, 0, 0, 0]] * 2)}, ValueError, "segment_ids"),
         ({"initial_state": _state().vla}, TypeError, "initial_state"),
-        ({"initial_state": _state(conv=None)}, ValueError, "initial_state.conv"),
+        ({"initial_state": _state(conv=None)}, TypeError, "initial_state.conv"),
+        ({"initial_state": _state(conv=[1.0])}, TypeError, "initial_state.conv"),
+        ({"initial_state": _state(conv=jnp.zeros(CONV, int))}, TypeError, "initial_state.conv"),
+        ({"initial_state": _state(conv=jnp.zeros(CONV) * 1j)}, TypeError, "initial_state.conv"),
         ({"initial_state": _state(conv=jnp.zeros((2, 2, 1)))}, ValueError, "initial_state.conv"),
         ({"initial_state": make(**FULL).init_state(3)}, ValueError, "initial_state"),
+        ({"axis_name": "z"}, ValueError, "axis_name = 'z'"),
+        ({"axis_name": 1}, TypeError, "axis_name"),
         ({"positions": None}, TypeError, "positions"),
     ],
 )
@@ -672,7 +711,7 @@ def test_wrong_steps_are_named():
         module.step(draw(5), state)
     with pytest.raises(TypeError, match="state"):
         module.step(draw(5)[:, 0], None)
-    with pytest.raises(ValueError, match=r"state\.conv"):
+    with pytest.raises(TypeError, match=r"state\.conv"):
         module.step(draw(5)[:, 0], _state(conv=None))
     with pytest.raises(ValueError, match=r"state\.conv"):
         make(**FULL | {"short_conv": None}).step(draw(5)[:, 0], state)

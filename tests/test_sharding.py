@@ -3,6 +3,7 @@
 The suite has four of them; the case of eight runs in a process of its own.
 """
 
+import contextlib
 import functools
 import json
 import math
@@ -238,6 +239,67 @@ def test_sharded_attention():
         query, key, value, mesh=mesh, context_axis="context", model_axis="data", **options
     )
     jax.tree.map(lambda x, y: assert_close(x, y, tolerances.REORDERED32), actual, wanted)
+
+
+@pytest.mark.parametrize("ambient", [False, True])
+def test_explicit_axes(ambient):
+    """A mesh as ``jax.make_mesh`` makes it, whose arrays have their sharding in their type."""
+    mesh_of(context=2, data=2)
+    explicit = jax.make_mesh((2, 2), ("context", "data"), devices=jax.devices()[:4])
+    if jax.sharding.AxisType.Explicit not in explicit.axis_types:
+        explicit = jax.make_mesh(
+            (2, 2), ("context", "data"), devices=jax.devices()[:4],
+            axis_types=(jax.sharding.AxisType.Explicit,) * 2,
+        )  # fmt: skip
+    call = draw(Case(2, 8, 1, 2, 4, 3, initial=True, segments="random", mask="random"))
+    inputs, rest = split_call(call)
+    inputs = {n: np.asarray(x, np.float32) for n, x in inputs.items()}
+    state = vla_jax.VLAState(*(inputs.pop(n) for n in STATE))
+
+    def run(function, **where):
+        def loss(inputs, state):
+            out, new = function(**inputs, **rest, initial_state=state, return_state=True, **where)
+            return jnp.sum(jnp.sin(out)) + jnp.sum(new.memory**2), out
+
+        return jax.value_and_grad(loss, (0, 1), has_aux=True)(inputs, state)
+
+    wanted = run(vla_jax.vla_attention)
+    sharded = functools.partial(
+        run, sharding.sharded_attention, mesh=explicit, context_axis="context", data_axis="data"
+    )
+    with jax.set_mesh(explicit) if ambient else contextlib.nullcontext():
+        found = jax.jit(sharded)()
+        out = sharding.sharded_attention(
+            **inputs, **rest, initial_state=state, mesh=explicit, context_axis="context"
+        )
+    jax.tree.map(lambda x, y: assert_close(x, y, tolerances.REORDERED32), found, wanted)
+    assert_close(out, wanted[0][1], tolerances.REORDERED32)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"mesh": None}, "mesh must be a jax.sharding.Mesh, got NoneType"),
+        ({"context_axis": ["context"]}, "context_axis must be a string, got list"),
+        ({"data_axis": 0}, "data_axis must be a string, got int"),
+        ({"data_axis": "context"}, "must differ"),
+        ({"value": [1.0]}, "value must be an array, got list"),
+        ({"direction": np.ones((1, 2, 1, 4), np.float32)}, "direction must have shape"),
+        ({"mask": np.ones((1, 4), int)}, "mask must be boolean"),
+        ({"initial_state": (1,)}, "initial_state must be a VLAState or None, got tuple"),
+        ({"lambda0": np.zeros(1)}, "lambda0 must be positive"),
+        ({"eps": 0.0}, "eps must be positive"),
+        ({"implementation": "triton"}, "'triton' has no parts"),
+        ({"foo": 1}, "foo"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_named(wrong, message):
+    x = np.ones((1, 4, 1, 4), np.float32)
+    arguments = {"query": x, "key": x, "value": x, "mesh": mesh_of(context=2)}
+    arguments |= {"context_axis": "context"} | wrong
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
+        sharding.sharded_attention(**arguments)
 
 
 def test_context_parallel_errors():

@@ -45,7 +45,7 @@ def test_limits_are_named(monkeypatch):
     with pytest.raises(NotImplementedError, match="chunk_size must be None"):
         triton.require((jnp.float32,), (64,), 16)
     with pytest.raises(NotImplementedError, match="use 'pallas' or 'xla'"):
-        triton.penalty_solve_forward()
+        triton.require((jnp.float32,), (64,), None, "penalty_solve")
 
 
 def test_kernel_parameters_match_the_calls():

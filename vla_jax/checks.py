@@ -10,7 +10,7 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from vla_jax import numerics
+from vla_jax import numerics, validation
 from vla_jax.types import Array, DTypeLike
 
 
@@ -35,33 +35,43 @@ def assert_unit_norm(x: Array, axis: int = -1, *, name: str = "x") -> None:
 
         checked = chex.chexify(jax.jit(f), async_check=False)
 
-    Without that wrapper chex refuses to trace a value check and raises RuntimeError. One limit is
-    JAX's own: in the body of a ``scan`` that is differentiated, checkify drops every check.
+    What fails raises AssertionError in both: at once where ``x`` is concrete, which it is under
+    ``jax.grad`` too, and from the call of ``checked`` (with ``async_check=True``, chex's default,
+    from a later one). Traced without that wrapper, under plain ``jax.jit`` or ``jax.vmap``, it
+    refuses: RuntimeError from chex, or, where JAX has kept the trace of the same function from
+    within ``chex.chexify``, ValueError from checkify. One limit is JAX's own: in the body of a
+    ``scan`` that is differentiated, checkify drops every check.
 
     A vector with a NaN or an infinity fails, and so does one so small that its length underflows:
-    only exact zeros count as zero.
+    only exact zeros count as zero, subnormal numbers do not.
 
     Args:
-      x: any shape, floating point.
+      x: any shape but ``[]``, floating point.
       axis: the axis of the vectors.
       name: what to call ``x`` in the message.
 
     Raises:
       AssertionError: if a length differs from 1 by more than ``unit_norm_tolerance(x.dtype)``.
-      RuntimeError: if ``x`` is traced outside ``chex.chexify``.
-      TypeError: if ``x`` is not floating point.
+      RuntimeError, ValueError: if ``x`` is traced outside ``chex.chexify``.
+      TypeError, ValueError: if ``x`` is no floating-point array or has no such axis.
 
     The invariant ``‖k̂‖ = ‖α̂‖ = 1`` is that of equation (3) in ``docs/derivation.md``.
     """
-    x = jnp.asarray(x)
+    x = validation.as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be a floating-point array, got dtype {x.dtype}")
+    if isinstance(axis, bool) or not isinstance(axis, int):
+        raise TypeError(f"axis must be an integer, got {type(axis).__name__}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis must be an axis of {name}, of shape {list(x.shape)}, got {axis}")
     if x.size == 0:
         return
     tolerance = unit_norm_tolerance(x.dtype)
     wide = jax.lax.stop_gradient(x).astype(numerics.accumulator_dtype(x.dtype))
     length = jnp.sqrt(jnp.sum(wide * wide, axis=axis)).ravel()
-    target = jnp.any(wide != 0, axis=axis).ravel().astype(length.dtype)
+    # By its bits: arithmetic may take subnormal numbers for zero. The shift drops the sign.
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    target = jnp.any(bits << 1 != 0, axis=axis).ravel().astype(length.dtype)
     worst = jnp.argmax(jnp.abs(length - target))  # a NaN counts as the largest
     chex.assert_trees_all_close(
         length[worst],

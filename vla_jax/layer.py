@@ -105,7 +105,8 @@ class LayerConfig:
       precision: of the matrix products, as in ``jax.lax``.
       kernel_init, bias_init: initialisers. A kernel with several axes is drawn as the matrix
         ``[in, out]`` that it is (``u_proj``: one matrix a head), so fans are right.
-      implementation: as in ``vla_jax.vla_attention``.
+      implementation: as in ``vla_jax.vla_attention``; ``"pallas"`` is also how ``step`` runs. It
+        has no chunks, so every other name means the same ``jax.numpy`` there.
       check_invariants: whether to assert that the unit key and the unit write direction have unit
         length or are exactly zero (``vla_jax.checks``). Costs a second solve. Under jit the
         function must be wrapped in ``chex.chexify``; without the wrapper chex refuses to trace.
@@ -171,11 +172,9 @@ class LayerConfig:
         for name in ("kernel_init", "bias_init"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
-        for name, dtype in (("dtype", self.dtype), ("param_dtype", self.param_dtype)):
-            if dtype is None and name == "dtype":
-                continue
-            if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-                raise TypeError(f"{name} must be a floating-point dtype, got {dtype!r}")
+        if self.dtype is not None:
+            validation.floating_dtype("dtype", self.dtype)
+        validation.floating_dtype("param_dtype", self.param_dtype)
         if self.implementation is not None:
             validation.choice("implementation", self.implementation, primitives.IMPLEMENTATIONS)
         validation.lambda0(self.lambda0, self.num_kv_heads, jnp.float32)
@@ -183,6 +182,7 @@ class LayerConfig:
         values = np.asarray(self.lambda0, np.float64)
         hashable = tuple(values.tolist()) if values.ndim else values.item()
         object.__setattr__(self, "lambda0", hashable)
+        object.__setattr__(self, "precision", numerics.precision_of(self.precision))
 
     def _default(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
@@ -219,6 +219,11 @@ def _parameter(
             raise TypeError(
                 f"{name} must return an array, got {type(value).__name__}: "
                 "use logical_axes=True to annotate parameters for partitioning"
+            )
+        if value.shape != drawn:
+            raise ValueError(
+                f"{name} must return the shape that it is given, {list(drawn)}, "
+                f"got {list(value.shape)}"
             )
         return value.reshape(shape)
 
@@ -483,9 +488,7 @@ def _check_state(config: LayerConfig, state: Any, name: str, batch: int) -> None
             raise ValueError(f"{name}.conv must be None in a layer without short_conv")
         return
     shape = (batch, config.short_conv - 1, config.channels)
-    if state.conv is None or state.conv.shape != shape:
-        found = None if state.conv is None else list(state.conv.shape)
-        raise ValueError(f"{name}.conv must have shape {list(shape)}, got {found}")
+    validation.array(f"{name}.conv", state.conv, shape, "[B, short_conv - 1, channels]")
 
 
 def _check_invariants(
@@ -551,6 +554,8 @@ def apply(
       ValueError, TypeError: for a bad argument, which the message names.
       NotImplementedError: if ``config.implementation`` cannot serve here.
     """
+    if axis_name is not None:
+        sharding.axis_size(axis_name)
     x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
     batch, length, _ = x.shape
     mask = validation.mask(mask, batch, length)
@@ -608,6 +613,7 @@ def step(
 
     Raises:
       ValueError, TypeError: for a bad argument, which the message names.
+      NotImplementedError: if ``config.implementation`` is ``"pallas"`` and cannot serve here.
     """
     x_t = validation.array("x_t", x_t, (None, config.in_features), "[B, in_features]")
     _check_state(config, state, "state", x_t.shape[0])
@@ -627,5 +633,6 @@ def step(
         lambda0=lambda0,
         write_gain=config.write_gain,
         readout=config.readout,
+        implementation="pallas" if config.implementation == "pallas" else None,
     )
     return _output(config, params, out), LayerState(vla, conv)

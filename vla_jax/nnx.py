@@ -72,6 +72,8 @@ class VariationalLinearAttention(nnx.Module):
         for name in ("self", "rngs", "__class__"):
             options.pop(name, None)
         self.config = LayerConfig(**options)
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"rngs must be a flax.nnx.Rngs, got {type(rngs).__name__}")
         for group, members in layer.parameters(self.config).items():
             values = {
                 name: nnx.Param(p.init(rngs.params(), param_dtype), **self._metadata(p))

@@ -101,19 +101,26 @@ class Policy:
         )
 
 
-def _precision(value: PrecisionLike) -> Any:
-    """``value`` in the form that ``jax.lax`` takes, hashable; ValueError if it is none."""
+def precision_of(value: PrecisionLike) -> Any:
+    """``precision`` in the form that ``jax.lax`` takes, hashable.
+
+    Raises:
+      TypeError, ValueError: if it is none.
+    """
     if isinstance(value, tuple | list) and len(value) == 2:
-        return tuple(_precision(v) for v in value)
-    if isinstance(value, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+        return tuple(precision_of(v) for v in value)
+    if value is None or isinstance(value, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
         return value
+    wanted = (
+        "precision must be None, 'default', 'high', 'highest', a jax.lax.Precision, a pair of them "
+        f"or a dot algorithm; got {value!r}"
+    )
+    if not isinstance(value, str | jax.lax.Precision):
+        raise TypeError(wanted)
     try:
         return jax.lax.Precision(value)
     except ValueError as error:
-        raise ValueError(
-            "precision must be None, 'default', 'high', 'highest', a jax.lax.Precision, a pair of "
-            f"them or a dot algorithm; got {value!r}"
-        ) from error
+        raise ValueError(wanted) from error
 
 
 def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
@@ -129,12 +136,13 @@ def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
     operand = jnp.result_type(*dtypes) if half else accumulator
     if half and operand.itemsize > 2:  # bfloat16 beside float16: no common 16-bit dtype
         half, operand = False, accumulator
+    requested = precision_of(precision)
     default = jax.lax.Precision.HIGH if half else jax.lax.Precision.HIGHEST
     return Policy(
         accumulator=jnp.dtype(accumulator),
         operand=jnp.dtype(operand),
-        precision=default if precision is None else _precision(precision),
-        requested=None if precision is None else _precision(precision),
+        precision=default if requested is None else requested,
+        requested=requested,
     )
 
 

@@ -43,7 +43,7 @@ def init_state(
     sizes = (batch_size, num_heads, key_dim, value_dim)
     for name, size in zip(("batch_size", "num_heads", "key_dim", "value_dim"), sizes, strict=True):
         validation.positive(name, size, integer=True)
-    if jnp.dtype(dtype) not in (jnp.float32, jnp.float64):
+    if validation.floating_dtype("dtype", dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
     return _with_empty_cache(validation.zero_state(*sizes, dtype))
 

@@ -51,8 +51,9 @@ def configure(
     implementation: Implementation | None,
     chunk_size: int | None,
     precision: PrecisionLike,
+    operation: str = "vla_attention",
 ) -> Config:
-    """Chooses the implementation and the arithmetic for these inputs.
+    """Chooses the implementation and the arithmetic for these inputs of ``operation``.
 
     ``implementation=None`` is what ``best`` says; a name forces it.
 
@@ -68,7 +69,8 @@ def configure(
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation in FUSED:
         dtypes = tuple(x.dtype for x in inputs)
-        _module(implementation).require(dtypes, tuple(x.shape[-1] for x in inputs), chunk_size)
+        dims = tuple(x.shape[-1] for x in inputs)
+        _module(implementation).require(dtypes, dims, chunk_size, operation)
     return Config(implementation, policy, chunk_size)
 
 
@@ -233,7 +235,7 @@ def penalty_solve(
     direction = validation.array("direction", direction, rhs.shape, "[B, T, H, D]")
     batch, length, heads, dim = rhs.shape
     config = configure(
-        rhs, direction,
+        rhs, direction, operation="penalty_solve",
         implementation=implementation, chunk_size=chunk_size, precision=precision,
     )  # fmt: skip
     dtype = config.policy.accumulator
@@ -351,7 +353,7 @@ def delta_rule(
     write_key = validation.array("write_key", write_key, key.shape, "[B, T, H, D]")
     value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
     config = configure(
-        query, key, write_key, value,
+        query, key, write_key, value, operation="delta_rule",
         implementation=implementation, chunk_size=chunk_size, precision=precision,
     )  # fmt: skip
     dtype = config.policy.accumulator

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import numerics, ops, primitives, reference, validation
+from vla_jax import numerics, ops, primitives, reference
 from vla_jax.types import (
     Array,
     ArrayLike,
@@ -175,18 +175,22 @@ def context_parallel_attention(
       NotImplementedError: as ``vla_attention``.
     """
     axis_size(axis_name)
-    if implementation == "triton":
-        raise NotImplementedError(
-            "implementation='triton' has no parts to run over several devices; use None, "
-            "'pallas' or 'xla'"
-        )
-    arrays, static = ops.checked(
+    arrays, static = _checked(
         query, key, value, direction, lambda0, initial_state, segment_ids, mask,
         write_gain=write_gain, readout=readout, eps=eps, chunk_size=chunk_size,
         implementation=implementation, precision=precision,
     )  # fmt: skip
     out, state = _attention(*arrays, axis_name=axis_name, return_state=return_state, **static)
     return (out, state) if return_state else out
+
+
+def _checked(*arrays: Any, implementation: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+    if implementation == "triton":
+        raise NotImplementedError(
+            "implementation='triton' has no parts to run over several devices; use None, "
+            "'pallas' or 'xla'"
+        )
+    return ops.checked(*arrays, implementation=implementation, **options)
 
 
 @functools.partial(
@@ -294,58 +298,79 @@ def sharded_attention(
     initial_state: VLAState | None = None,
     segment_ids: Array | None = None,
     mask: Array | None = None,
+    write_gain: WriteGain = "unit",
+    readout: Readout = "ratio",
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    implementation: Implementation | None = None,
+    precision: PrecisionLike = None,
     return_state: bool = False,
-    **options: Any,
 ) -> Array | tuple[Array, VLAState]:
     """``vla_attention`` of whole arrays, run by ``context_parallel_attention`` over a mesh.
 
     Args:
       query, key, value, direction: the whole arrays, as in ``vla_attention``, placed anyhow.
-      mesh: the devices.
-      context_axis, data_axis, model_axis: the mesh axes over which T, batch and heads are sharded;
-        they divide T, B, and both H and Hq. None leaves batch or heads whole.
-      lambda0, initial_state, segment_ids, mask, return_state, options: as in ``vla_attention``.
+      mesh: the devices; of any axis types. Where they are ``Explicit`` the arrays are resharded,
+        and JAX differentiates only within ``jax.jit`` or ``jax.set_mesh``.
+      context_axis, data_axis, model_axis: the mesh axes over which T, batch and heads are sharded,
+        each another; they divide T, B, and both H and Hq. None leaves batch or heads whole.
+      lambda0, initial_state, segment_ids, mask, write_gain, readout, eps, chunk_size,
+        implementation, precision, return_state: as in ``context_parallel_attention``.
 
     Returns:
       As ``vla_attention``: ``out`` sharded like ``query``, the state over batch and heads alone.
 
     Raises:
-      ValueError: if an axis is not of the mesh or does not divide what it shards, and otherwise as
-        ``context_parallel_attention``.
+      ValueError, TypeError: if an axis is not of the mesh, does not divide what it shards or is
+        another one too, and otherwise as ``context_parallel_attention``.
     """
-    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
-    query = validation.array("query", query, (*key.shape[:2], None, key.shape[3]), "[B, T, Hq, D]")
-    batch, length, heads, _ = key.shape
-    check_divides(mesh, "context_axis", context_axis, T=length)
-    check_divides(mesh, "data_axis", data_axis, B=batch)
-    check_divides(mesh, "model_axis", model_axis, H=heads, Hq=query.shape[2])
-    validation.segment_ids(segment_ids, batch, length)  # while their values can be seen
-    tokens = jax.P(data_axis, context_axis)
-    by_head = jax.P(data_axis, context_axis, model_axis)
-    state = jax.P(data_axis, model_axis)
-    dtype = numerics.accumulator_dtype(query.dtype, key.dtype, jnp.asarray(value).dtype)
+    static: dict[str, Any] = {
+        "write_gain": write_gain, "readout": readout, "eps": eps, "chunk_size": chunk_size,
+        "implementation": implementation, "precision": precision,
+    }  # fmt: skip
+    (query, key, value, direction, lambda0, state, segment_ids, mask), _ = _checked(
+        query, key, value, direction, lambda0, initial_state, segment_ids, mask, **static
+    )
+    if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    axes = [axis for axis in (context_axis, data_axis, model_axis) if axis is not None]
+    if any(axes.count(axis) > 1 for axis in axes):
+        raise ValueError(f"context_axis, data_axis and model_axis must differ, got {axes}")
+    check_divides(mesh, "context_axis", context_axis, T=key.shape[1])
+    check_divides(mesh, "data_axis", data_axis, B=key.shape[0])
+    check_divides(mesh, "model_axis", model_axis, H=key.shape[2], Hq=query.shape[2])
 
     def local(query, key, value, direction, lambda0, initial_state, segment_ids, mask):
         return context_parallel_attention(
             query, key, value, direction, axis_name=context_axis, lambda0=lambda0,
             initial_state=initial_state, segment_ids=segment_ids, mask=mask,
-            return_state=return_state, **options,
+            return_state=return_state, **static,
         )  # fmt: skip
 
-    arguments = (
-        query, key, value, direction, validation.lambda0(lambda0, heads, dtype), initial_state,
-        segment_ids, mask,
-    )  # fmt: skip
-    specs = (by_head,) * 4 + (jax.P(model_axis), state, tokens, tokens)
+    tokens = jax.P(data_axis, context_axis)
+    by_head = jax.P(data_axis, context_axis, model_axis)
+    by_state = jax.P(data_axis, model_axis)
+    start = None if initial_state is None else state
+    arguments = (query, key, value, direction, lambda0, start, segment_ids, mask)
+    specs = (by_head,) * 4 + (jax.P(model_axis), by_state, tokens, tokens)
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:  # where shard_map does not do it
+        placements = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
+        arguments = tuple(
+            jax.tree.map(lambda x, to=to: jax.sharding.reshard(x, to), argument)
+            for argument, to in zip(arguments, placements, strict=True)
+        )
     return jax.shard_map(
-        local, mesh=mesh, in_specs=specs, out_specs=(by_head, state) if return_state else by_head
-    )(*arguments)
+        local, mesh=mesh, in_specs=specs,
+        out_specs=(by_head, by_state) if return_state else by_head,
+    )(*arguments)  # fmt: skip
 
 
 def check_divides(mesh: jax.sharding.Mesh, name: str, axis: str | None, **sizes: int) -> None:
-    """Raises ValueError unless ``mesh`` has ``axis``, with devices that divide every size."""
+    """Raises TypeError or ValueError unless ``mesh`` has ``axis``, and it divides every size."""
     if axis is None and name != "context_axis":
         return
+    if not isinstance(axis, str):
+        raise TypeError(f"{name} must be a string, got {type(axis).__name__}")
     if axis not in mesh.shape:
         raise ValueError(f"{name} must be one of the mesh axes {mesh.axis_names}, got {axis!r}")
     for letter, size in sizes.items():

@@ -35,8 +35,13 @@ def _modules() -> tuple[Any, Any]:
     return jax_triton, triton_kernels
 
 
-def require(dtypes, dims, chunk_size) -> None:
-    """Raises NotImplementedError, saying why, where the kernels cannot serve."""
+def require(dtypes, dims, chunk_size, operation: str = "vla_attention") -> None:
+    """Raises NotImplementedError, saying why, where the kernels cannot serve ``operation``."""
+    if operation != "vla_attention":
+        raise NotImplementedError(
+            "implementation='triton' is one kernel for the whole of vla_attention; for "
+            f"{operation} alone use 'pallas' or 'xla'"
+        )
     _modules()
     if backend.interpret():
         raise NotImplementedError(
@@ -127,18 +132,7 @@ def backward(
     return d_query, d_key, d_value, d_direction, *rest[:4]
 
 
-# What `vla_jax.primitives` joins: the whole of ``vla_attention``, and not the two primitives alone.
+# What `vla_jax.primitives` joins: the whole of ``vla_attention``.
 
 attention_forward = functools.partial(recurrent.attention_forward, kernel=forward)
 attention_backward = functools.partial(recurrent.attention_backward, kernel=backward)
-
-
-def _whole_only(*_, **__):
-    raise NotImplementedError(
-        "implementation='triton' is one kernel for the whole of vla_attention; "
-        "for penalty_solve and delta_rule alone use 'pallas' or 'xla'"
-    )
-
-
-penalty_solve_forward = penalty_solve_backward = _whole_only
-delta_rule_forward = delta_rule_backward = _whole_only

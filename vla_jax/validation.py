@@ -24,18 +24,21 @@ def array(name: str, x: Any, shape: Sequence[int | None], axes: str) -> Array:
 
     Raises:
       TypeError: if ``x`` is not an array of real floating-point numbers.
-      ValueError: if rank or shape differ, or an axis is empty.
+      ValueError: if rank or shape differ, or an axis is empty that is not to be.
     """
-    x = _as_array(name, x)
+    x = as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name} must be a floating-point array, got dtype {x.dtype}")
     check_shape(name, x, shape, axes)
     return x
 
 
-def _as_array(name: str, x: Any) -> Array:
+def as_array(name: str, x: Any) -> Array:
+    """``x`` as a JAX array; TypeError unless it is an array of something that JAX knows."""
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
     return jnp.asarray(x)
 
 
@@ -49,7 +52,7 @@ def check_shape(name: str, x: Array, shape: Sequence[int | None], axes: str) -> 
         raise ValueError(
             f"{name} must have shape {axes} = [{want}], got {list(x.shape)}"
         ) from error
-    if 0 in x.shape:
+    if 0 in x.shape and 0 not in shape:
         raise ValueError(f"{name} must have no empty axis, got shape {axes} = {list(x.shape)}")
 
 
@@ -76,6 +79,17 @@ def positive(name: str, value: Any, *, integer: bool = False) -> None:
         raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
     if not value > 0 or not np.isfinite(value):
         raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def floating_dtype(name: str, value: Any) -> np.dtype:
+    """``value`` as the floating-point dtype that it names; TypeError if it names none."""
+    try:
+        dtype = None if value is None else jnp.dtype(value)
+    except (TypeError, ValueError):
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{name} must be a floating-point dtype, got {value!r}")
+    return dtype
 
 
 def is_concrete(x: Any) -> bool:
@@ -121,7 +135,7 @@ def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
     whole = isinstance(ids, np.ndarray) and ids.size and ids.dtype.kind in "iu"
     if whole and (ids.min() < -(2**31) or ids.max() >= 2**31):  # before JAX narrows them
         raise ValueError(f"segment_ids must fit in int32, got {ids.min()} to {ids.max()}")
-    ids = _as_array("segment_ids", ids)
+    ids = as_array("segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids must be integers, got dtype {ids.dtype}")
     check_shape("segment_ids", ids, (batch, length), "[B, T]")
@@ -141,7 +155,7 @@ def mask(value: Any, batch: int, length: int) -> Array | None:
     """``mask`` as booleans ``[B, T]``."""
     if value is None:
         return None
-    value = _as_array("mask", value)
+    value = as_array("mask", value)
     if value.dtype != jnp.bool_:
         raise TypeError(f"mask must be boolean, got dtype {value.dtype}")
     check_shape("mask", value, (batch, length), "[B, T]")

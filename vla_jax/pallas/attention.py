@@ -29,9 +29,9 @@ def _folded(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def require(dtypes, dims, chunk_size) -> None:
-    """Raises NotImplementedError, saying why, where the kernels cannot serve."""
-    backend.require("vla_attention", dtypes, dims)
+def require(dtypes, dims, chunk_size, operation: str = "vla_attention") -> None:
+    """Raises NotImplementedError, saying why, where the kernels cannot serve ``operation``."""
+    backend.require(operation, dtypes, dims)
     if chunk_size is not None:
         raise NotImplementedError(
             "chunk_size must be None with implementation='pallas', whose tiles come from a table "
