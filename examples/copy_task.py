@@ -3,8 +3,10 @@
     python examples/copy_task.py --preset=published --out_dir=DIR
 
 The published copy task has the *current* input token as its target, which an untrained model with
-tied embeddings solves. Here the target is the *next* token, and every row records the accuracy of
-the untrained model, which is at chance. `--preset=untrained` measures that alone, for both targets.
+tied embeddings solves if these are large beside what the layers add (PyTorch's default: standard
+deviation 1). Here the target is the *next* token, and every row records the accuracy of the
+untrained model, which is at chance. `--preset=untrained` measures that alone, for both targets and
+for embeddings of standard deviation 1 and 0.02.
 `--preset=fair` sweeps the learning rate, has a short convolution and no positions, and tests at
 twice the trained length.
 """
@@ -12,15 +14,15 @@ twice the trained length.
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import pathlib
 
 import grid
 import jax
 import numpy as np
 from flax import nnx
-from grid import ARMS, FAIR, FAIR_RATES, SEEDS, Cell, model_of
-from model import Model
+from grid import FAIR, FAIR_RATES, SEEDS, Cell, model_of
+from model import EMBEDDING_STD, Model
 from tasks import Copy
 from training import TEST, TrainConfig, batch
 
@@ -40,47 +42,59 @@ def _fair(arm: str, tokens: int) -> Cell:
     return Cell(arm, tokens, task, model, FAIR, FAIR_RATES, SEEDS, lengths)
 
 
+STDS = (0.02, 1.0)
+_UNTRAINED = ("vla", "deltanet", "published_deltanet", "softmax", "linear")
+
+
 def _untrained(out_dir: pathlib.Path) -> None:
     """Accuracy of untrained models, with the right target and with the published one."""
     path = out_dir / "untrained.jsonl"
-    done = {(row["arm"], row["seed"]) for row in grid.read_rows(path)}
+    done = {(row["arm"], row["seed"], row["embedding_std"]) for row in grid.read_rows(path)}
     task = Copy(16)
-    for arm in ARMS:
-        for seed in SEEDS:
-            if (arm, seed) in done:
-                continue
-            config = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
-            data = batch(task, TrainConfig(seed=seed, batch_size=512), TEST, 0)
-            model = Model(config, nnx.Rngs(seed))
-            guess = np.argmax(nnx.jit(lambda m, ids: m(ids))(model, data.inputs), axis=-1)
-            asked = data.weights > 0
-            row = {
-                "experiment": "copy_task",
-                "preset": "untrained",
-                "arm": arm,
-                "seed": seed,
-                "tokens": task.num_tokens,
-                "chance": 1 / (task.vocab_size - 1),
-                "next_token_accuracy": float(np.mean(guess[asked] == data.targets[asked])),
-                "current_token_accuracy": float(np.mean(guess[asked] == data.inputs[asked])),
-                "answers": int(asked.sum()),
-                "device": jax.devices()[0].device_kind,
-                "versions": grid.versions(),
-                "model": dataclasses.asdict(config),
-            }
-            grid.append_rows(path, [row])
+    for arm, seed, std in itertools.product(_UNTRAINED, SEEDS, STDS):
+        if (arm, seed, std) in done:
+            continue
+        config = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
+        data = batch(task, TrainConfig(seed=seed, batch_size=512), TEST, 0)
+        model = Model(config, nnx.Rngs(seed))
+        model.tokens.embedding[...] *= std / EMBEDDING_STD
+        guess = np.argmax(nnx.jit(lambda m, ids: m(ids))(model, data.inputs), axis=-1)
+        asked = data.weights > 0
+        row = {
+            "experiment": "copy_task",
+            "preset": "untrained",
+            "arm": arm,
+            "seed": seed,
+            "embedding_std": std,
+            "tokens": task.num_tokens,
+            "chance": 1 / (task.vocab_size - 1),
+            "next_token_accuracy": float(np.mean(guess[asked] == data.targets[asked])),
+            "current_token_accuracy": float(np.mean(guess[asked] == data.inputs[asked])),
+            "answers": int(asked.sum()),
+            "device": jax.devices()[0].device_kind,
+            "versions": grid.versions(),
+            "model": dataclasses.asdict(config),
+        }
+        grid.append_rows(path, [row])
     rows = grid.read_rows(path)
-    lines = ["| arm | next token | current token (the published target) |", "| --- | --- | --- |"]
-    for arm in ARMS:
-        mine = [row for row in rows if row["arm"] == arm]
+    names = [f"{target} token, std {std:g}" for std in STDS for target in ("next", "current")]
+    lines = ["| arm | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
+    for arm in _UNTRAINED:
         means = [
-            np.mean([row[f"{name}_token_accuracy"] for row in mine]) for name in ("next", "current")
+            np.mean(
+                [
+                    row[f"{target}_token_accuracy"]
+                    for row in rows
+                    if row["arm"] == arm and row["embedding_std"] == std
+                ]
+            )
+            for std in STDS
+            for target in ("next", "current")
         ]
-        lines.append(f"| {arm} | {means[0]:.4f} | {means[1]:.4f} |")
-    text = "\n".join(lines) + f"\n\nChance: {rows[0]['chance']:.4f}. Three seeds.\n"
+        lines.append(f"| {arm} | " + " | ".join(f"{mean:.4f}" for mean in means) + " |")
+    text = "\n".join(lines) + f"\n\nChance: {rows[0]['chance']:.4f}. {len(SEEDS)} seeds.\n"
     (out_dir / "table.md").write_text(text, "utf-8")
     print(text)
-    print(json.dumps({"rows": len(rows), "path": str(path)}))
 
 
 EXPERIMENT = grid.Experiment(

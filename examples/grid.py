@@ -152,6 +152,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "gated_deltanet": {"mixer": "gated_deltanet"},
     "mesa": {"mixer": "mesa"},
     "identity": {"mixer": "identity"},
+    "deltanet elu": {"mixer": "deltanet_elu"},
     "vla key": {"mixer": "vla", "direction": "key"},
     "vla projection": {"mixer": "vla", "write_gain": "projection"},
     "vla rls": {"mixer": "vla", "write_gain": "rls"},
@@ -166,16 +167,20 @@ ARMS: dict[str, dict[str, Any]] = {
 def model_of(arm: str, match: bool = False, **sizes: Any) -> ModelConfig:
     """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN."""
     config = ModelConfig(**(sizes | ARMS[arm]))
-    if match:
-        config = with_parameter_count(config, parameter_count(ModelConfig("vla", **sizes)))
-    return config
+    if not match:
+        return config
+    # All arms have the same embeddings, of which the difference does not depend.
+    small = sizes | {"vocab_size": 1, "max_length": None}
+    count = parameter_count(ModelConfig("vla", **small))
+    matched = with_parameter_count(ModelConfig(**(small | ARMS[arm])), count)
+    return dataclasses.replace(config, ffn_dim=matched.ffn_dim)
 
 
 def smoke(cells: Sequence[Cell]) -> list[Cell]:
     """Cells of another preset, small enough for seconds."""
     small = []
     for cell in cells:
-        sizes = {"d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
+        sizes: dict[str, Any] = {"d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
         train = dataclasses.replace(cell.train, steps=4, batch_size=4, eval_every=2, eval_batches=1)
         model = dataclasses.replace(cell.model, **sizes)
         seeds = cell.seeds[:2]
@@ -193,18 +198,27 @@ FAIR_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
 SEEDS = (0, 1, 2)
 
 # Arms of the published comparison, with DeltaNet as it is beside the published one, and A ≡ I.
-PUBLISHED_ARMS = ("vla", "published_deltanet", "deltanet", "identity", "linear", "softmax")
+PUBLISHED_ARMS = (
+    "vla",
+    "identity",
+    "published_deltanet",
+    "deltanet",
+    "deltanet elu",
+    "linear",
+    "softmax",
+)
 # Arms that decide what VLA buys, then everything else.
 FAIR_ARMS = ("vla", "deltanet", "vla key", "identity", "mesa", "gated_deltanet", "softmax")
 ABLATIONS = (
-    "vla key rls",
+    "deltanet elu",
     "vla key projection",
     "vla key no ratio",
     "vla no ratio",
     "vla projection",
-    "vla rls",
     "vla rms",
     "linear",
+    "vla rls",
+    "vla key rls",
 )
 
 
@@ -243,9 +257,7 @@ class Program:
         """Compiles everything for training; returns the seconds that it took."""
         start = time.perf_counter()
         cell = self.cell
-        seeds = jax.ShapeDtypeStruct((len(cell.seeds),), jnp.uint32)
-        self.init = jax.jit(self._init).lower(seeds).compile()
-        state = jax.eval_shape(self._init, seeds)
+        state = jax.eval_shape(self.init)
         active = jax.ShapeDtypeStruct(self.shape, bool)
         data = self._shapes(cell.task, cell.train.eval_every, cell.train.batch_size)
         self.chunk = (
@@ -261,7 +273,9 @@ class Program:
 
     def _shapes(self, task: Task, batches: int, batch_size: int) -> Batch:
         shape = (batches, len(self.cell.seeds), batch_size, task.length)
-        return Batch(*(jax.ShapeDtypeStruct(shape, d) for d in (jnp.int32, jnp.int32, jnp.float32)))
+        dtypes: tuple[Any, ...] = (jnp.int32, jnp.int32, jnp.float32)
+        fields: list[Any] = [jax.ShapeDtypeStruct(shape, dtype) for dtype in dtypes]
+        return Batch(*fields)
 
     def draw(self, task: Task, stream: int, first: int, batches: int, rows: int = 0) -> Batch:
         """Batches ``first`` and on of a stream, ``[batches, seed, B, T]``, as a single run's."""
@@ -274,14 +288,16 @@ class Program:
         ]
         return Batch(*(np.asarray(x) for x in _stack(drawn)))
 
-    def _init(self, seeds: jax.Array) -> Any:
+    def init(self) -> Any:
+        """Parameters and optimiser state of every run, a single run's for its seed."""
+
         def one(seed):
-            model = Model(self.cell.model, nnx.Rngs(jax.random.key(seed)))
-            params = nnx.state(model, nnx.Param)
+            params = nnx.state(Model(self.cell.model, nnx.Rngs(seed)), nnx.Param)
             return params, self._optimizer.init(params)
 
-        states = jax.vmap(one)(seeds)
-        return jax.tree.map(lambda x: jnp.broadcast_to(x, (self.shape[0], *x.shape)), states)
+        states = [one(seed) for seed in self.cell.seeds]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *states)
+        return jax.tree.map(lambda x: jnp.stack([x] * self.shape[0]), stacked)
 
     def _chunk(self, state: Any, active: Any, data: Batch, rates: Any) -> Any:
         asked = _asked(self.cell.task, self.cell.train)
@@ -350,7 +366,7 @@ class Training:
         self.history: list[dict[str, Any]] = []
         self.ended = np.full(program.shape, "", object)
         self.ended_at = np.zeros(program.shape, int)
-        self.state = program.init(np.asarray(self.cell.seeds, np.uint32))
+        self.state = program.init()
         self.untrained: list[Any] = []
         if partial.exists():
             self._load()
@@ -375,7 +391,9 @@ class Training:
             "ended": self.ended.tolist(),
             "ended_at": self.ended_at.tolist(),
         }
-        leaves = {f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))}
+        leaves: dict[str, Any] = {
+            f"leaf{i}": np.asarray(x) for i, x in enumerate(jax.tree.leaves(self.state))
+        }
         buffer = io.BytesIO()
         np.savez(buffer, meta=np.asarray(json.dumps(meta)), **leaves)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -721,16 +739,16 @@ def table(
             lines.append("| " + " | ".join(cells) + " |")
             values = published.get(arm, {})
             if values:
-                row = [f"{values[s]:.3f}" if s in values else "" for s in settings]
-                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *row]) + " |")
+                beside = [f"{values[s]:.3f}" if s in values else "" for s in settings]
+                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *beside]) + " |")
         lines.append("")
         names = dict.fromkeys(n for o in here.values() for r in o.rows for n in r["lengths"])
         if names:
             lines.append("| arm | trained on | " + " | ".join(names) + " |")
             lines.append("| --- | --- | " + " | ".join("---" for _ in names) + " |")
             for (arm, setting), o in here.items():
-                values = [_spread(o.accuracies(n)) for n in names]
-                lines.append("| " + " | ".join([arm, f"{setting:g}", *values]) + " |")
+                spreads = [_spread(o.accuracies(n)) for n in names]
+                lines.append("| " + " | ".join([arm, f"{setting:g}", *spreads]) + " |")
             lines.append("")
     lines.append(_legend(found))
     return "\n".join(lines)
@@ -745,7 +763,8 @@ def _legend(found: Mapping[Any, Outcome]) -> str:
     return (
         "Test accuracy, mean (lowest–highest) over the seeds, at the learning rate that is best on "
         "validation data; `@` names it where several were tried, and the number of seeds follows "
-        f"where they are not three. Untrained: {untrained}. Device: {devices}; jax {jax_versions}.\n"
+        f"where they are not three. Untrained: {untrained}. "
+        f"Device: {devices}; jax {jax_versions}.\n"
     )
 
 
@@ -875,18 +894,32 @@ def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
     return list(cells)
 
 
+def _one_cpu_thread() -> None:
+    """On a CPU, computes in one thread: in two, jaxlib 0.10.2 can wait for ever.
+
+    Each of two batched Cholesky factorisations that a program runs at once waits, in a thread of
+    the pool, for threads of that pool. It has effect before JAX first looks for devices.
+    """
+    flag = "--xla_cpu_multi_thread_eigen"
+    given = os.environ.get("XLA_FLAGS", "")
+    if flag not in given:
+        os.environ["XLA_FLAGS"] = f"{given} {flag}=false".strip()
+
+
 def _main(experiment: Experiment, argv: list[str]) -> None:
     name = experiment.name
+    _one_cpu_thread()
     if len(argv) > 1:
         sys.exit(f"{name}: unexpected argument {argv[1]!r}")
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
     if values.preset in experiment.direct:
+        pathlib.Path(out_dir).mkdir(parents=True, exist_ok=True)
         experiment.direct[values.preset](pathlib.Path(out_dir))
         return
     ahead = values.compile_ahead
     if ahead is None:
-        ahead = 0 if jax.default_backend() == "cpu" else 2
+        ahead = 0 if jax.default_backend() == "cpu" else 4
     options = Options(values.time_limit, ahead, progress=values.progress)
     try:
         cells = _choose(experiment.presets[values.preset](), values)

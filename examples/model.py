@@ -22,6 +22,8 @@ from ngrams import NGrams
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention
 
+EMBEDDING_STD = 0.02
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -201,7 +203,7 @@ class Model(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         options: dict[str, Any] = {
-            "embedding_init": nnx.initializers.normal(0.02),
+            "embedding_init": nnx.initializers.normal(EMBEDDING_STD),
             "dtype": config.dtype,
             "rngs": rngs,
         }
@@ -324,6 +326,7 @@ class Model(nnx.Module):
         return self._logits(x), ModelState(tuple(states), state.position + 1, history)
 
 
+@functools.lru_cache(None)
 def parameter_count(config: ModelConfig) -> int:
     """Parameters of the model of ``config``, embeddings included."""
     shapes = nnx.state(nnx.eval_shape(lambda: Model(config, nnx.Rngs(0))), nnx.Param)
@@ -331,7 +334,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def state_floats(config: ModelConfig, length: int) -> int:
-    """Numbers that all layers keep of one sequence of ``length`` tokens to go on from it.
+    """Numbers that a model keeps of one sequence of ``length`` tokens to go on from it.
 
     Of softmax attention, the keys and values of all tokens; of the others, the fields that define
     the state (the inverse that ``"vla"`` caches beside its penalty is derived, and not counted).
@@ -339,13 +342,16 @@ def state_floats(config: ModelConfig, length: int) -> int:
     heads = config.num_kv_heads or config.num_heads
     dim = config.d_model // config.num_heads
     sizes = {"vla": 2 * dim * dim + dim, "mesa": 2 * dim * dim, "softmax": 2 * length * dim}
-    sizes |= dict.fromkeys(("deltanet", "gated_deltanet"), dim * dim)
+    sizes |= dict.fromkeys(("deltanet", "deltanet_elu", "gated_deltanet"), dim * dim)
     if config.readout == "none":
         sizes["vla"] = 2 * dim * dim
     conv = 0
     if config.short_conv is not None:
         conv = (config.short_conv - 1) * (config.num_heads + 2 * heads) * dim
-    return sum(heads * sizes.get(mixer, dim * dim + dim) + conv for mixer in config.mixers)
+    history = 0 if config.ngrams is None else config.ngrams - 1
+    return (
+        sum(heads * sizes.get(mixer, dim * dim + dim) + conv for mixer in config.mixers) + history
+    )
 
 
 def with_parameter_count(config: ModelConfig, count: int) -> ModelConfig:

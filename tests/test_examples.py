@@ -344,7 +344,7 @@ def mqar(*arguments):
         (["--num_pairs=0"], "num_pairs"),
         (
             ["--model=other"],
-            "should be one of <deltanet|gated_deltanet|",
+            "should be one of <deltanet|deltanet_elu|",
         ),
         (["--num_heads=3"], "d_model must be a multiple of num_heads = 3, got 128"),
         (["--model=softmax", "--lambda0=1"], "--lambda0 needs --model=vla"),

@@ -50,6 +50,8 @@ _MIXERS: Mapping[str, _Mixer] = {
         baselines.published_deltanet, numerics.feature_map, gates=("gate",), chunkwise=False
     ),
     "deltanet": _Mixer(baselines.delta_net, jax.nn.silu, True, ("beta",)),
+    # The features of VLA, to tell what they do from what the penalty does.
+    "deltanet_elu": _Mixer(baselines.delta_net, numerics.feature_map, True, ("beta",)),
     "gated_deltanet": _Mixer(baselines.gated_delta_net, jax.nn.silu, True, ("beta", "log_decay")),
     "mesa": _Mixer(baselines.mesa_net, jax.nn.silu, True, ("beta",)),
 }

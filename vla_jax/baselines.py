@@ -455,7 +455,7 @@ def _decayed_scan(
         start = start.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
     wide = (reference.grouped(query, heads), key, write_key, value, decay)
     tokens = (*(jnp.moveaxis(x.astype(dtype), 1, 0) for x in wide), start.T)
-    memory, out = jax.lax.scan(step, memory, tokens, unroll=min(8, length))
+    memory, out = jax.lax.scan(step, memory, tokens, unroll=min(4, length))
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], -1), memory
 
 

@@ -1,0 +1,325 @@
+"""The grids: a run among many is what it would be alone; grids resume, skip and report."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support import assert_close
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
+
+import capacity
+import copy_task
+import grid
+import long_context
+import overload
+import training
+from model import ModelConfig, parameter_count
+from tasks import MQAR
+
+ROOT = pathlib.Path(__file__).parent.parent
+EXPERIMENTS = (capacity, long_context, copy_task, overload)
+TASK = MQAR(num_pairs=2, vocab_size=16)
+SIZES = {"vocab_size": 16, "d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
+TRAIN = training.TrainConfig(
+    steps=8, batch_size=4, warmup=2, eval_every=4, eval_batches=2, log_every=4, checkpoint_every=8
+)
+
+
+def cell(**changes):
+    model = ModelConfig("softmax", max_length=TASK.length, **SIZES)
+    options = {"train": TRAIN, "learning_rates": (1e-3, 1e-2), "seeds": (0, 3)} | changes
+    return grid.Cell("softmax", 2, TASK, model, **options)
+
+
+def experiment(*cells):
+    return grid.Experiment("tiny", {"published": lambda: list(cells)}, "pairs")
+
+
+def go(out_dir, *cells, **options):
+    options = grid.Options(progress=False, **options)
+    return grid.run(experiment(*cells), "published", cells, out_dir, options)
+
+
+@pytest.fixture(scope="module")
+def program():
+    """Of ``cell()``, compiled."""
+    made = grid.Program(cell())
+    made.compile()
+    return made
+
+
+@pytest.fixture(scope="module")
+def whole(program, tmp_path_factory):
+    """A grid of four runs, uninterrupted."""
+    out_dir = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grid, "Program", lambda cell: program)
+        patch.setattr(program, "compile", lambda: 1.0)
+        assert go(out_dir, cell())
+    return out_dir, grid.read_rows(out_dir / "runs.jsonl")
+
+
+def test_each_run_is_what_it_would_be_alone(whole, tmp_path):
+    _, rows = whole
+    assert [(r["learning_rate"], r["seed"]) for r in rows] == cell().runs()
+    for row in rows[3:]:
+        config = dataclasses.replace(TRAIN, learning_rate=row["learning_rate"], seed=row["seed"])
+        run = training.Run(TASK, cell().model, config, tmp_path / row["id"])
+        alone = run.train(progress=False)
+        run.close()
+        assert_close(row["loss"], alone["eval_loss"], 1e-4)
+        assert abs(row["accuracy"] - alone["eval_accuracy"]) < 0.02
+        for found, point in zip(row["history"], alone["history"], strict=True):
+            assert found[0] == point["step"]
+            assert_close(found[2], point["eval_loss"], 1e-4)
+            assert_close(found[3], point["loss"], 1e-4)
+
+
+def test_a_row_says_how_it_came_to_be(whole):
+    _, rows = whole
+    row = rows[0]
+    assert row["settings"] == cell().settings(1e-3, 0)
+    assert row["settings"]["training"]["learning_rate"] == 1e-3
+    assert row["ended"] == "steps"
+    assert row["steps"] == 8
+    assert row["runs_together"] == 4
+    assert row["train_seconds"] > 0
+    assert row["device"] == jax.devices()[0].device_kind
+    assert row["versions"].keys() >= {"python", "jax", "vla_jax"}
+    assert row["parameters"] == parameter_count(cell().model)
+    assert 0 <= row["untrained_accuracy"] < 0.5
+
+
+def strip(rows):
+    times = ("train_seconds", "compile_seconds", "test_seconds")
+    return [{n: x for n, x in row.items() if n not in times} for row in rows]
+
+
+def test_a_grid_that_was_stopped_goes_on(program, whole, tmp_path):
+    path = tmp_path / "partial" / f"{cell().cell_id}.npz"
+    bar = grid.tqdm(disable=True)
+    with pytest.raises(grid.OutOfTime):
+        grid.Training(program, path).train(lambda: True, 1e9, bar)
+    resumed = grid.Training(program, path)
+    assert resumed.step == 4
+    resumed.train(lambda: False, 0, bar)
+    assert strip(resumed.rows("tiny", "published", 0.0)) == strip(whole[1])
+
+
+def test_what_is_there_is_not_run_again(whole, monkeypatch, capsys):
+    out_dir, rows = whole
+    monkeypatch.setattr(grid, "Program", None)  # a call would raise
+    (out_dir / "partial").mkdir(exist_ok=True)
+    assert go(out_dir, cell())
+    assert grid.read_rows(out_dir / "runs.jsonl") == rows
+    assert "| softmax |" in capsys.readouterr().out
+    assert (out_dir / "table.md").exists()
+    assert (out_dir / "tiny-published.png").stat().st_size > 1000
+    assert not list((out_dir / "partial").glob("*"))
+
+
+def test_only_the_missing_seeds_of_a_single_rate_are_run():
+    one = cell(learning_rates=(1e-3,))
+    assert grid._left(one, {one.run_id(1e-3, 0)}).seeds == (3,)
+    assert one.run_id(1e-3, 0) == cell(learning_rates=(1e-3,), seeds=(0,)).run_id(1e-3, 0)
+    swept = cell()
+    assert grid._left(swept, {swept.run_id(1e-3, 0)}) == swept
+    assert grid._left(swept, {swept.run_id(*r) for r in swept.runs()}) is None
+
+
+def test_a_line_that_a_kill_cut_short_is_no_row(tmp_path):
+    path = tmp_path / "runs.jsonl"
+    grid.append_rows(path, [{"id": "a"}])
+    with path.open("a") as file:
+        file.write('{"id": "b", "accu')
+    assert grid.read_rows(path) == [{"id": "a"}]
+    grid.append_rows(path, [{"id": "c"}, {"id": "d"}])
+    assert [row["id"] for row in grid.read_rows(path)] == ["a", "c", "d"]
+
+
+def test_runs_end_when_they_should(program, monkeypatch):
+    monkeypatch.setattr(program, "init", lambda: None)
+    run = grid.Training(program, pathlib.Path("none"))
+    run.step = 4
+    good, bad = np.asarray([[0.5, 0.9995], [0.2, 0.3]]), np.zeros((2, 2))
+    run._record(np.asarray([[1.0, 1.0], [np.nan, 1.0]]), good, bad)
+    assert run.ended.tolist() == [["", "target"], ["diverged", ""]]
+    run.step = 8 - 4
+    run._record(np.ones((2, 2)), np.asarray([[0.9995, 0.0], [0.0, 0.0]]), bad)
+    assert run.ended.tolist() == [["target", "target"], ["diverged", "another rate"]]
+    assert run._done()
+
+
+def test_a_run_that_has_ended_is_frozen(program):
+    data = program.draw(TASK, training.TRAIN, 0, TRAIN.eval_every)
+    active = np.asarray([[True, False], [False, True]])
+    before = program.init()
+    after, _ = program.chunk(program.init(), active, data, program.rates)
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(x[~active], y[~active])
+    assert any(np.any(x[active] != y[active]) for x, y in zip(
+        jax.tree.leaves(before[0]), jax.tree.leaves(after[0]), strict=True))  # fmt: skip
+
+
+def test_the_best_rate_is_chosen_on_validation_data():
+    def row(rate, seed, validation, test, ended="steps"):
+        same = {"panel": "", "arm": "x", "setting": 4, "lengths": {}}
+        return same | {
+            "learning_rate": rate, "seed": seed, "validation_accuracy": validation,
+            "accuracy": test, "ended": ended,
+        }  # fmt: skip
+
+    rows = [row(1, 0, 0.5, 0.9), row(1, 1, 0.5, 0.9), row(2, 0, 0.8, 0.7), row(2, 1, None, None)]
+    outcome = grid.outcomes(rows)["", "x", 4]
+    assert outcome.rate == 1
+    rows = [row(1, 0, 0.999, 1.0, "another rate"), row(2, 0, 0.999, 0.99, "target")]
+    assert grid.outcomes(rows)["", "x", 4].rate == 2
+    assert grid._spread([0.1, 0.2]) == "0.150 (0.100–0.200)"
+
+
+@pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda m: m.EXPERIMENT.name)
+def test_presets_are_well_formed(module):
+    for preset, make in module.EXPERIMENT.presets.items():
+        cells = make()
+        ids = [cell.run_id(*run) for cell in cells for run in cell.runs()]
+        assert len(set(ids)) == len(ids)
+        if preset in ("fair", "zoology"):
+            for one in cells:
+                assert len(one.learning_rates) >= 4
+                assert len(one.seeds) == 3
+                assert one.lengths or one.model.short_conv is None
+
+
+def test_fair_arms_have_equally_many_parameters():
+    cells = [c for c in capacity._fair() if c.setting == 16 and c.model.short_conv]
+    counts = {c.arm: parameter_count(c.model) for c in cells}
+    assert len(counts) == len(grid.FAIR_ARMS) + len(grid.ABLATIONS)
+    assert max(counts.values()) - min(counts.values()) < 0.005 * counts["vla"]
+
+
+def test_styles_differ_between_arms():
+    looks = {json.dumps(grid.arm_style(arm), default=str) for arm in grid.ARMS}
+    assert len(looks) == len(grid.ARMS)
+
+
+def test_steps_must_fit():
+    with pytest.raises(ValueError, match="steps must be a multiple of eval_every = 4, got 6"):
+        cell(train=dataclasses.replace(TRAIN, steps=6))
+
+
+def test_distinct_ids_of_a_large_vocabulary():
+    keys = MQAR(num_pairs=64, vocab_size=8192, layout="zoology").sample(
+        np.random.default_rng(0), 500
+    ).inputs[:, :128:2]  # fmt: skip
+    assert all(len(set(row)) == 64 for row in keys)
+    assert keys.min() >= 1
+    assert keys.max() < 4096
+    counts = np.bincount(keys.ravel() // 512, minlength=8)
+    np.testing.assert_allclose(counts, keys.size / 8, rtol=0.06)
+
+
+# --- commands -----------------------------------------------------------------------------------
+
+
+def command(name, *arguments):
+    return subprocess.run(
+        [sys.executable, f"examples/{name}.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+
+
+def test_a_command_names_a_bad_flag(tmp_path):
+    done = command("capacity", f"--out_dir={tmp_path}", "--arms=other")
+    assert done.returncode != 0
+    assert "--arms must be among vla, identity" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_command_without_time_only_reports(tmp_path):
+    done = command("long_context", f"--out_dir={tmp_path}", "--preset=smoke", "--time_limit=0")
+    assert done.returncode == 0, done.stderr
+    assert "Not all runs are there yet" in done.stdout
+
+
+# --- what needs no training ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def state_norm():
+    import state_norm
+
+    return state_norm
+
+
+def test_the_decomposition_of_the_state_norm(state_norm):
+    """Against float64 NumPy, token by token."""
+    _, key, value, _ = (
+        None if x is None else np.asarray(x[0], np.float64) for x in state_norm.inputs(0, 30)
+    )
+    unit = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    arms = {
+        "linear attention": (0 * key, key),
+        "linear, unit keys": (0 * key, unit),
+        "delta rule (A ≡ I)": (unit, unit),
+    }
+    for arm, (read, write) in arms.items():
+        memory = np.zeros((4, 32, 32))
+        for k, a, v in zip(read, write, value, strict=True):
+            memory += np.einsum("hd,he->hde", a, v - np.einsum("hde,hd->he", memory, k))
+        expected = np.linalg.norm(memory, axis=(1, 2)).mean()
+        assert_close(state_norm.norm(arm, 0, 30)["norm"], expected, 1e-4)
+
+
+def test_a_step_has_the_norm_that_the_closed_form_gives(state_norm):
+    found = state_norm.jacobian("learned", 0, 20)
+    assert found["norm_against_closed_form"] < 1e-4
+    assert found["norm"][2] < 1.618
+    assert found["radius"][1] < 1.001
+
+
+def test_refreshing_the_inverse_is_no_guard(state_norm):
+    drift = [state_norm.drift(m, "random", 0, (200,))["drift"]["200"]
+             for m in ("rank one", "refresh")]  # fmt: skip
+    assert drift[0] < 1e-5
+    assert drift[1] > 1e-4
+
+
+def test_an_adversary_beats_the_random_norm(state_norm):
+    norms = [state_norm.adversary("key", 0, steps)["norm"] for steps in (100, 400)]
+    assert norms[1] > 1.2 * norms[0]
+
+
+def test_recall_without_training():
+    raw, value = np.random.default_rng(0).standard_normal((2, 8, 24, 1, 32)).astype(np.float32)
+    u_map = jnp.eye(32)
+    arms = ("linear attention", "VLA, u = k̂ / √D, unit", "VLA, u = k̂, rls")
+    accuracy = {
+        arm: float(overload._accuracy(arm, raw, value, u_map))
+        for arm in (*arms, "exact ridge regression")
+    }
+    assert accuracy["exact ridge regression"] > 0.98
+    assert accuracy["VLA, u = k̂, rls"] == accuracy["exact ridge regression"]
+    assert accuracy["linear attention"] < 0.3
+    assert accuracy["linear attention"] < accuracy["VLA, u = k̂ / √D, unit"]
+
+
+def test_the_published_copy_target_is_the_input(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(copy_task, "_UNTRAINED", ("softmax",))
+    monkeypatch.setattr(copy_task, "SEEDS", (0,))
+    copy_task._untrained(tmp_path)
+    small, large = grid.read_rows(tmp_path / "untrained.jsonl")
+    assert small["next_token_accuracy"] < 0.03
+    assert large["next_token_accuracy"] < 0.03
+    assert large["current_token_accuracy"] > 0.9  # "solved" without any training
