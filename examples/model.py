@@ -334,7 +334,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def state_floats(config: ModelConfig, length: int) -> int:
-    """Numbers that all layers keep of one sequence of ``length`` tokens to go on from it.
+    """Numbers that a model keeps of one sequence of ``length`` tokens to go on from it.
 
     Of softmax attention, the keys and values of all tokens; of the others, the fields that define
     the state (the inverse that ``"vla"`` caches beside its penalty is derived, and not counted).
@@ -348,7 +348,10 @@ def state_floats(config: ModelConfig, length: int) -> int:
     conv = 0
     if config.short_conv is not None:
         conv = (config.short_conv - 1) * (config.num_heads + 2 * heads) * dim
-    return sum(heads * sizes.get(mixer, dim * dim + dim) + conv for mixer in config.mixers)
+    history = 0 if config.ngrams is None else config.ngrams - 1
+    return (
+        sum(heads * sizes.get(mixer, dim * dim + dim) + conv for mixer in config.mixers) + history
+    )
 
 
 def with_parameter_count(config: ModelConfig, count: int) -> ModelConfig:

@@ -81,7 +81,7 @@ _SHORT_CONV = flags.DEFINE_integer(
     "short_conv", _M.short_conv or 0, "Of every layer; 0 for none.", lower_bound=0
 )
 _DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of vla layers.")
-_READOUT = flags.DEFINE_enum("readout", "ratio", READOUTS, "Of vla layers.")
+_READOUT = flags.DEFINE_enum("readout", _M.readout, READOUTS, "Of vla layers.")
 _IMPLEMENTATION = flags.DEFINE_enum("implementation", None, IMPLEMENTATIONS, "Of vla layers.")
 _WINDOW = flags.DEFINE_integer(
     "window", 4096, "Bytes that softmax layers keep when they generate.", lower_bound=1
@@ -89,14 +89,15 @@ _WINDOW = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of the computation; parameters are float32."
 )
-_STEPS = flags.DEFINE_integer("steps", 3000, "Optimiser steps.", lower_bound=1)
-_BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Rows of a step.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 4500, "Optimiser steps.", lower_bound=1)
+_BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Rows of a step.", lower_bound=1)
 _ACCUMULATE = flags.DEFINE_integer(
     "accumulate", 1, "Parts that a step is computed in, to save memory.", lower_bound=1
 )
 _LEARNING_RATE = flags.DEFINE_float(
     "learning_rate", 3e-3, "Peak of the schedule.", lower_bound=1e-12
 )
+_B2 = flags.DEFINE_float("b2", 0.99, "Of AdamW, the memory of the second moment.", 0, 1)
 _EVAL_EVERY = flags.DEFINE_integer("eval_every", 500, "Steps between validations.", lower_bound=1)
 _CHECKPOINT_EVERY = flags.DEFINE_integer(
     "checkpoint_every", 500, "Steps between checkpoints.", lower_bound=1
@@ -175,9 +176,10 @@ def _run() -> LanguageRun:
         learning_rate=_LEARNING_RATE.value,
         target_accuracy=2.0,
         eval_every=_EVAL_EVERY.value,
-        eval_batches=4,
+        eval_batches=16,
         checkpoint_every=_CHECKPOINT_EVERY.value,
         seed=_SEED.value,
+        b2=_B2.value,
         accumulate=None if _ACCUMULATE.value == 1 else _ACCUMULATE.value,
     )
     run = LanguageRun(task, model, training, _OUT_DIR.value, overwrite=_OVERWRITE.value)

@@ -63,6 +63,7 @@ class TrainConfig:
       seed: of the parameters and of the data.
       accumulate: parts that a batch is computed in, one after the other, with the gradient of the
         whole; None for one.
+      b2: of AdamW, the memory of the second moment; None for 0.999.
 
     Raises:
       ValueError: naming what does not fit.
@@ -81,6 +82,7 @@ class TrainConfig:
     log_every: int = 10
     seed: int = 0
     accumulate: int | None = None
+    b2: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "eval_every", "eval_batches", "checkpoint_every"):
@@ -88,6 +90,8 @@ class TrainConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.learning_rate > 0:
             raise ValueError(f"learning_rate must be positive, got {self.learning_rate}")
+        if self.b2 is not None and not 0 <= self.b2 < 1:
+            raise ValueError(f"b2 must be from 0 to below 1, got {self.b2}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.accumulate is not None and (
@@ -103,7 +107,11 @@ class TrainConfig:
         schedule = optax.warmup_cosine_decay_schedule(0, self.learning_rate, warmup, self.steps)
         return optax.chain(
             optax.clip_by_global_norm(self.clip),
-            optax.adamw(schedule, weight_decay=self.weight_decay),
+            optax.adamw(
+                schedule,
+                b2=0.999 if self.b2 is None else self.b2,
+                weight_decay=self.weight_decay,
+            ),
         )
 
 
