@@ -618,7 +618,7 @@ def test_logical_axes_on_a_mesh():
         ({"use_bias": None}, TypeError),
         ({"dtype": jnp.int32}, TypeError),
         ({"dtype": "foo"}, TypeError),
-        ({"param_dtype": object()}, TypeError),
+        ({"param_dtype": {}}, TypeError),
         ({"precision": "foo"}, ValueError),
         ({"precision": 3}, TypeError),
         ({"param_dtype": None}, TypeError),
