@@ -164,3 +164,17 @@ def test_under_vmap_and_in_float64(x64):
         return vla_jax.vla_attention(**batch, lambda0=1e-18)[0]
 
     assert_close(jax.vmap(one)(inputs), wanted, tolerances.FLOAT32)
+
+
+@pytest.mark.parametrize("lambda0", [1e-7, 2e-9])
+def test_decoding_past_nearly_dependent_directions(lambda0):
+    """What the penalty does not resolve yet is no start for rank-one updates of its inverse."""
+    inputs = tokens(length=16)
+    u = inputs["direction"]
+    u[:, 7] = u[:, 6] + np.float32(4e-3) * u[:, 7]
+    wanted, *_ = oracle.attention(**inputs, lambda0=lambda0)
+    state = vla_jax.init_state(1, 2, DIM, 3)
+    step = jax.jit(lambda *x: vla_jax.vla_step(*x, lambda0=lambda0))
+    for t in range(16):
+        out, state = step(*(inputs[n][:, t] for n in NAMES), state)
+        assert_close(out, wanted[:, t], tolerances.DECODE_DRIFT, f"token {t}")

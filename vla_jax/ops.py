@@ -390,14 +390,17 @@ def _next_inverse(
 
     def derive():
         matrix = numerics.regularised(penalty, lambda0)
-        derived = numerics.penalty_inverse(penalty, lambda0)
+        derived, seen = numerics.penalty_inverses(penalty, lambda0)
         better = absent | (2 * _misfit(matrix, derived) < _misfit(matrix, updated))
-        return jnp.where(better[..., None, None], derived, updated)
+        # An inverse with directions that the penalty does not resolve is no start for updates.
+        holds = ~better | jnp.all(derived == seen, axis=(-2, -1))
+        return jnp.where(better[..., None, None], derived, updated), jnp.where(holds, lambda0, 0)
 
-    inverse = jax.lax.cond(due, derive, lambda: updated)
+    kept = jnp.broadcast_to(lambda0, age.shape)
+    inverse, holds_for = jax.lax.cond(due, derive, lambda: (updated, kept))
     cache: dict[str, Array | None] = {
         "inverse": inverse,
-        "inverse_lambda0": jnp.broadcast_to(lambda0, age.shape),
+        "inverse_lambda0": holds_for,
         "inverse_age": jnp.where(due, 1, age + 1).astype(penalty.dtype),
     }
     return inverse, cache
