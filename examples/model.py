@@ -348,7 +348,7 @@ def state_floats(config: ModelConfig, length: int) -> int:
     conv = 0
     if config.short_conv is not None:
         conv = (config.short_conv - 1) * (config.num_heads + 2 * heads) * dim
-    history = config.ngrams or 0
+    history = 0 if config.ngrams is None else config.ngrams - 1
     return (
         sum(heads * sizes.get(mixer, dim * dim + dim) + conv for mixer in config.mixers) + history
     )

@@ -16,10 +16,7 @@ _MULTIPLIER = 0x9E3779B1  # Knuth, TAOCP 3, 6.4: the golden ratio times 2³²; o
 
 
 class NGrams(nnx.Module):
-    """Embeddings of the last 2, 3, …, ``longest`` tokens, and of the same ones a token earlier.
-
-    The latter let one layer of attention find what followed a string: its key can be the string
-    before a token, and its value the token.
+    """Embeddings of the last 2, 3, …, ``longest`` tokens.
 
     Args:
       longest: tokens of the longest string that has a table, at least 2.
@@ -50,12 +47,12 @@ class NGrams(nnx.Module):
             rngs=rngs,
         )
         self.out = nnx.Linear(
-            2 * (longest - 1) * width, features, use_bias=False, dtype=dtype, rngs=rngs
+            (longest - 1) * width, features, use_bias=False, dtype=dtype, rngs=rngs
         )
 
     def init_history(self, batch_size: int) -> jax.Array:
-        """The history of fresh sequences, ``[B, longest]`` int32: the last tokens in order."""
-        return jnp.full((batch_size, self.longest), ABSENT, jnp.int32)
+        """The history of fresh sequences, ``[B, longest - 1]`` int32: the last tokens in order."""
+        return jnp.full((batch_size, self.longest - 1), ABSENT, jnp.int32)
 
     def __call__(
         self,
@@ -70,7 +67,7 @@ class NGrams(nnx.Module):
         given history belongs to the first one.
         """
         batch, length = ids.shape
-        past = self.longest
+        past = self.longest - 1
         if history is None:
             history = self.init_history(batch)
         segments = jnp.zeros_like(ids) if segment_ids is None else segment_ids
@@ -91,7 +88,7 @@ class NGrams(nnx.Module):
             here = jnp.take_along_axis(owners, earlier, axis=1) == segments
             return jnp.where(here, token, ABSENT)
 
-        strings = jnp.stack([ids, *(back(n, place) for n in range(1, past + 1))], axis=-1)
+        strings = jnp.stack([ids, *(back(n, place) for n in range(1, self.longest))], axis=-1)
         last = place[:, -1:] + 1 - jnp.arange(past, 0, -1)
         kept = jnp.take_along_axis(tokens, last, axis=1)
         here = jnp.take_along_axis(owners, last, axis=1) == segments[:, -1:]
@@ -103,17 +100,12 @@ class NGrams(nnx.Module):
         return self._embed(read[:, ::-1]), read[:, 1:]
 
     def _embed(self, strings: jax.Array) -> jax.Array:
-        """``[..., longest + 1]`` tokens, the latest first, to ``[..., features]``."""
-        places = jnp.stack([self._places(strings[..., :-1]), self._places(strings[..., 1:])], -1)
-        rows = self.rows(places)
-        return self.out(rows.reshape(*strings.shape[:-1], -1))
-
-    def _places(self, strings: jax.Array) -> jax.Array:
-        """``[..., longest]`` tokens to the rows of their strings, ``[..., longest - 1]`` int32."""
+        """``[..., longest]`` tokens, the latest first, to ``[..., features]``."""
         tokens = strings.astype(jnp.uint32) + jnp.uint32(2)
         code, places = tokens[..., 0], []
         for i in range(1, self.longest):
             code = (code * jnp.uint32(_MULTIPLIER)) ^ (code >> 15)
             code = (code + tokens[..., i]) * jnp.uint32(_MULTIPLIER)
             places.append((code >> (32 - self.bits)) + jnp.uint32((i - 1) << self.bits))
-        return jnp.stack(places, axis=-1).astype(jnp.int32)
+        rows = self.rows(jnp.stack(places, axis=-1).astype(jnp.int32))
+        return self.out(rows.reshape(*rows.shape[:-2], -1))

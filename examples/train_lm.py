@@ -89,7 +89,7 @@ _WINDOW = flags.DEFINE_integer(
 _DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of the computation; parameters are float32."
 )
-_STEPS = flags.DEFINE_integer("steps", 5000, "Optimiser steps.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 4500, "Optimiser steps.", lower_bound=1)
 _BATCH_SIZE = flags.DEFINE_integer("batch_size", 4, "Rows of a step.", lower_bound=1)
 _ACCUMULATE = flags.DEFINE_integer(
     "accumulate", 1, "Parts that a step is computed in, to save memory.", lower_bound=1
