@@ -1,5 +1,6 @@
 """Test configuration: CPU, four virtual devices, float64 on request, compilation counting."""
 
+import gc
 import os
 
 import hypothesis
@@ -32,6 +33,14 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_end_with_their_module():
+    """Compiled programs map memory, of which a process may have 65,530 pieces: more is a crash."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
