@@ -342,3 +342,5 @@ def test_normalize_reaches_both_ends(jit, x64):
             wanted = 0.2**1.5 * np.array([4, -2]) / size  # (I − k̂k̂ᵀ)/‖x‖
             if abs(wanted).min() > limits.tiny:
                 assert_close(gradient, wanted, 8 * limits.eps)
+        for bad in (np.nan, np.inf):
+            assert np.isnan(function(np.array([1, bad], dtype))[0])  # not taken for zero

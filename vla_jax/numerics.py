@@ -43,7 +43,7 @@ def inverse_norm(x: Array, axis: int = -1) -> Array:
 def _scaled(x: Array, axis: int) -> tuple[Array, Array, Array, Array]:
     """``x`` over its largest entry, one over the length of that, the entry, and whether it is 0."""
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
-    present = peak > 0
+    present = peak != 0  # not a number stays so
     peak = jnp.where(present, peak, 1)
     away = jnp.where(peak > 1, 2**-8, 1).astype(x.dtype)  # the inverse of 1e38 is no normal number
     scaled = jnp.where(present, x, 1) * away / (peak * away)
