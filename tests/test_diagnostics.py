@@ -65,7 +65,7 @@ def test_documented_mean_norm_of_a_step(random, figure, within, x64):
     norm = diagnostics.closed_form_norm(diagnostics.alignment(unit_key, gain))
     assert float(norm[:, 500:].mean()) == pytest.approx(figure, abs=within)
     assert float(norm.max()) < 1.6181
-    assert float(norm.min()) >= 1
+    assert float(norm.min()) >= 1 - tolerances.FLOAT64  # two unit vectors: c is 1 but for rounding
     few = slice(0, None, 100)
     direct = diagnostics.step_jacobian_norm(unit_key[:, few], gain[:, few])
     np.testing.assert_allclose(direct, norm[:, few], rtol=1e-9)

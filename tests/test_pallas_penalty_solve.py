@@ -204,6 +204,16 @@ def test_refusals(monkeypatch):
         backend.require("penalty_solve", (np.float32,), (257,))
 
 
+def test_what_a_chunk_keeps_is_counted_too(interpreted):
+    """2³⁰ entries of the tokens index well; the matrices that their chunks keep would not."""
+    tokens = jax.ShapeDtypeStruct((64, 16384, 8, 128), jnp.bfloat16)
+    lambda0 = jax.ShapeDtypeStruct((8,), jnp.float32)
+    penalty = jax.ShapeDtypeStruct((64, 8, 128, 128), jnp.float32)
+    solve = functools.partial(penalty_solve.forward, segment_ids=None)
+    with pytest.raises(NotImplementedError, match=r"vla_penalty_factor: .*2\*\*31 elements"):
+        jax.eval_shape(solve, tokens, tokens, lambda0, penalty)
+
+
 def lower_for_cuda(function, *args):
     """The text of ``function`` lowered for an H200, which need not be there."""
     traced = jax.jit(function).trace(*args)

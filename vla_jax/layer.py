@@ -555,6 +555,10 @@ def apply(
       NotImplementedError: if ``config.implementation`` cannot serve here.
     """
     if axis_name is not None:
+        if config.check_invariants:
+            raise ValueError(
+                "check_invariants=True needs axis_name=None: it checks whole sequences"
+            )
         sharding.axis_size(axis_name)
     x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
     batch, length, _ = x.shape
@@ -566,8 +570,6 @@ def apply(
     x = x.astype(_compute_dtype(config, params, x))
     if mask is not None:  # before anything is multiplied: padding may hold NaN
         x = jnp.where(mask[..., None], x, 0)
-    if axis_name is not None and config.check_invariants:
-        raise ValueError("check_invariants=True needs axis_name=None: it checks whole sequences")
     query, key, value, direction, conv = _attention_inputs(
         config, params, x, state.conv, mask, segment_ids, axis_name
     )

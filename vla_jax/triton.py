@@ -60,11 +60,12 @@ def _call(which: str, s: recurrent.Sizes, inputs, outputs, options, params):
     jax_triton, kernels = _modules()
     value, direction, segment_ids = inputs[2:5]
     arrays = [inputs[0] if x is None else x for x in inputs]
-    recurrent.check_elements(NAME, *arrays)
+    shapes = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs]
+    backend.check_elements(NAME, (arrays, shapes))
     out = jax_triton.triton_call(
         *arrays,
         kernel=getattr(kernels, which),
-        out_shape=[jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in outputs],
+        out_shape=shapes,
         grid=(s.streams,),
         name=f"{NAME}_{which}",
         num_warps=params["num_warps"],

@@ -6,6 +6,7 @@ ordinary XLA operations on any device: slow, for tests.
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Mapping
@@ -23,6 +24,7 @@ from vla_jax.types import Array, DTypeLike
 INTERPRET = "VLA_JAX_PALLAS_INTERPRET"
 MIN_COMPUTE_CAPABILITY = 8.0
 MAX_DIM = 256
+MAX_ELEMENTS = 2**31  # kernels index with 32 bits
 
 # Tile sizes and launch parameters: (device kind or None for any, primitive, largest D it is for).
 # The entry with the smallest sufficient D is used; ``params=`` of a primitive overrides it.
@@ -181,12 +183,16 @@ def call(
     """``pl.pallas_call`` through Triton, or through the interpreter.
 
     Outputs vary over the mesh axes of a ``shard_map`` over which any input does.
+
+    Raises:
+      NotImplementedError: for a grid or an array that is too large, before the launch.
     """
     if len(grid) > 3 or max(grid[1:], default=1) > 65535:
         raise NotImplementedError(f"{name}: grid {grid} does not fit a launch")
     kernel.__name__ = name  # what profilers show
 
     def run(*inputs):
+        check_elements(name, (inputs, out_shape))
         axes = numerics.varying_axes(inputs)
         kind = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
         return pl.pallas_call(
@@ -205,6 +211,16 @@ def call(
         )(*numerics.varying_alike(inputs))
 
     return run
+
+
+def check_elements(name: str, arrays: Any) -> None:
+    """Raises NotImplementedError if an array of the tree is too large for 32-bit indices."""
+    for x in jax.tree.leaves(arrays):
+        if math.prod(x.shape) >= MAX_ELEMENTS:
+            raise NotImplementedError(
+                f"{name}: an array of shape {list(x.shape)} has 2**31 elements or more; "
+                "split the batch"
+            )
 
 
 def fold_batch(function: Callable) -> Callable:

@@ -39,7 +39,6 @@ from vla_jax.types import Array
 NAME = "delta_rule"
 BLOCK = 16  # rows of the blocks whose inverse is found by substitution
 TINY = 2.0**-126  # the smallest normal float32
-MAX_ELEMENTS = 2**31  # kernels index with 32 bits
 
 _PARAMS = dict(
     chunk=64,
@@ -196,16 +195,7 @@ class _Segments:
 def _launch(body: Callable, grid, inputs: dict, outputs: dict, *, warps, stages, name) -> dict:
     """Runs ``body`` with a dictionary of references: inputs that are not None, and outputs."""
     inputs = {n: x for n, x in inputs.items() if x is not None}
-    axes: frozenset = frozenset().union(
-        *(getattr(jax.typeof(x), "vma", ()) for x in inputs.values())
-    )
-    vma = {"vma": axes} if axes else {}
-    shapes = {n: jax.ShapeDtypeStruct(*x, **vma) for n, x in outputs.items() if x is not None}
-    for n, x in (inputs | shapes).items():
-        if np.prod(x.shape, dtype=np.float64) >= MAX_ELEMENTS:
-            raise NotImplementedError(
-                f"{name}: {n} of shape {list(x.shape)} has 2**31 elements or more; split the batch"
-            )
+    shapes = {n: jax.ShapeDtypeStruct(*x) for n, x in outputs.items() if x is not None}
 
     def kernel(*refs):
         body(dict(zip([*inputs, *shapes], refs, strict=True)))

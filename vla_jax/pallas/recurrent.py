@@ -38,7 +38,6 @@ from vla_jax.types import Array, VLAState
 
 NAME = "vla_recurrent"
 MAX_DIM = 128
-MAX_ELEMENTS = 2**31  # kernels index with 32 bits
 
 backend.TABLE.update(
     {
@@ -102,16 +101,6 @@ def require(name: str, dtypes: tuple[Any, ...], dims: tuple[int, ...]) -> None:
         raise NotImplementedError(
             f"{name} keeps the state on chip: head dimensions up to {MAX_DIM}, got {max(dims)}"
         )
-
-
-def check_elements(name: str, *arrays: Any) -> None:
-    """Raises NotImplementedError for arrays too large for 32-bit indices."""
-    for x in arrays:
-        if np.prod(x.shape, dtype=np.float64) > MAX_ELEMENTS:
-            raise NotImplementedError(
-                f"{name}: an array of shape {list(x.shape)} has more than 2**31 elements; "
-                "split the batch"
-            )
 
 
 def sizes(query: Array, key: Array, value: Array) -> Sizes:
@@ -407,7 +396,6 @@ def forward(
     outputs += [(x.shape, jnp.float32) for x in state]
     shapes = (*per_token, s.dim), per_token, (*per_token, s.value_dim), query.shape[:3]
     outputs += [(shape, jnp.float32) for shape in shapes]
-    check_elements(NAME, *inputs, *(jax.ShapeDtypeStruct(*o) for o in outputs))
     kernel = functools.partial(
         _forward_kernel,
         s=s,
@@ -577,7 +565,6 @@ def backward(
     scratch = penalty, residuals.residual, residuals.alpha, residuals.alpha
     scratch += residuals.weight, residuals.gain
     outputs += [(x.shape, jnp.float32) for x in scratch]
-    check_elements(NAME, *inputs, *(jax.ShapeDtypeStruct(*o) for o in outputs))
     kernel = functools.partial(
         _backward_kernel,
         s=s,
@@ -757,7 +744,6 @@ def step(
     """
     arrays = jax.tree.leaves((query, key, value, direction, state))
     require("vla_decode", tuple(x.dtype for x in arrays), (key.shape[-1], value.shape[-1]))
-    check_elements("vla_decode", *arrays)
     run = functools.partial(
         _step, options=Options(write_gain, readout, eps), params=dict(params or {})
     )
