@@ -369,6 +369,16 @@ def plot(rows, path):
     figure.savefig(path, dpi=120)
 
 
+def save(rows, found, path):
+    """Writes what there is so far: a run that is stopped keeps its rows."""
+    content = {
+        "command": " ".join(["python", "benchmarks/run.py", *sys.argv[1:]]),
+        "versions": found,
+        "rows": [dataclasses.asdict(r) for r in rows],
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
 def main(argv):
     """Times what the flags select, prints the table, writes the files."""
     if len(argv) > 1:
@@ -387,8 +397,12 @@ def main(argv):
         for implementation in [*names, *peers]:
             row = Row(implementation, name, case.batch, case.length, case.heads, case.dim, dtype)
             jobs.append((row, case, arrays, prepare(row, case, arrays)))
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # all is compiled before any is timed
         futures = [j[3] and [pool.submit(p.compile) for p in j[3][0]] for j in jobs]
+    out = pathlib.Path(FLAGS.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    found = versions()
+    stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
     rows = []
     for (row, case, arrays, programs), compiled in zip(jobs, futures, strict=True):
         if programs is not None:
@@ -398,23 +412,9 @@ def main(argv):
             row.forward_tokens_per_s = 1e3 * case.batch * case.length / row.forward_ms
         rows.append(row)
         print(table([row]).splitlines()[1], flush=True)
-    found = versions()
+        save(rows, found, stem.with_name(stem.name + ".json"))
     print(f"\n{found}\n{table(rows)}")
-    out = pathlib.Path(FLAGS.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    stem = FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}"
-    (out / f"{stem}.json").write_text(
-        json.dumps(
-            {
-                "command": " ".join(["python", "benchmarks/run.py", *sys.argv[1:]]),
-                "versions": found,
-                "rows": [dataclasses.asdict(r) for r in rows],
-            },
-            indent=1,
-        )
-        + "\n"
-    )
-    plot(rows, out / f"{stem}.png")
+    plot(rows, stem.with_name(stem.name + ".png"))
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ def inputs(seed: int, length: int, kind: str = "random", start: int = 0) -> Any:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _projected(config, params, x):
-    return layer._attention_inputs(config, params, x, None, None, None)[:4]
+    return layer.attention_inputs(config, params, x, None, None, None)[:4]
 
 
 @jax.jit

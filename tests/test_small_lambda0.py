@@ -139,10 +139,10 @@ def test_ordinary_tokens_are_not_solved_again():
     """10⁵ tokens of one direction at the default lambda0, the widest range of an ordinary input."""
     u = np.broadcast_to(np.eye(16, dtype=np.float32)[0] / 4, (1, 100_000, 1, 16))
     arguments = (u, u, jnp.full(1, 0.1), jnp.zeros((1, 1, 16, 16)), None)
-    *_, lost = jax.jit(
-        lambda *x: chunkwise._solve(*x, numerics.policy(*x[:2]), None, chunkwise.running_sum)
+    *_, solved = jax.jit(
+        lambda *x: chunkwise.penalty_solve_forward(*x, policy=numerics.policy(*x[:2]))
     )(*arguments)
-    assert lost.stop == 0
+    assert solved.lost.stop == 0
 
 
 def test_not_a_number_stays_with_its_sequence():

@@ -17,7 +17,7 @@ from vla_jax import chunkwise, numerics
 from vla_jax.types import Array
 
 
-def _affine_scan(factor: Array, term: Array, dot) -> tuple[Array, Array]:
+def _affine_scan(factor: Array, term: Array, dot, reverse: bool = False) -> tuple[Array, Array]:
     """Inclusive composition of ``S ↦ factor S + term`` along the leading axis."""
 
     def combine(earlier, later):
@@ -25,11 +25,14 @@ def _affine_scan(factor: Array, term: Array, dot) -> tuple[Array, Array]:
         f2, g2 = later
         return dot("...ij,...jk->...ik", f2, f1), dot("...ij,...jk->...ik", f2, g1) + g2
 
-    return jax.lax.associative_scan(combine, (factor, term))
+    return jax.lax.associative_scan(combine, (factor, term), reverse=reverse)
 
 
-def _exclusive(initial: Array, inclusive: Array) -> tuple[Array, Array]:
+def _exclusive(initial: Array, inclusive: Array, reverse: bool) -> tuple[Array, Array]:
     """States before each element and after the last one."""
+    if reverse:
+        states = jnp.concatenate([inclusive, initial[None]])
+        return states[1:], states[0]
     states = jnp.concatenate([initial[None], inclusive])
     return states[:-1], states[-1]
 
@@ -42,7 +45,9 @@ def sweep(
     keep: Array | None,
     initial: Array,
     policy: numerics.Policy,
-) -> tuple[Array, Array]:
+    *,
+    reverse: bool = False,
+) -> tuple[Array, Array, Array]:
     """``chunkwise.sweep`` in logarithmic depth over chunks, at D³ more arithmetic a chunk."""
     dot = policy.dot
     identity = jnp.eye(left.shape[-1], dtype=policy.accumulator)
@@ -50,22 +55,27 @@ def sweep(
     factor = kept - dot("...td,...te->...de", left, right)
     term = dot("...td,...te->...de", left, inner)
     term = term if outer is None else term + outer
-    factor, term = _affine_scan(factor, term, dot)
-    return _exclusive(initial, dot("...ij,...jk->...ik", factor, initial[None]) + term)
+    factor, term = _affine_scan(factor, term, dot, reverse)
+    states = dot("...ij,...jk->...ik", factor, initial[None]) + term
+    starts, final = _exclusive(initial, states, reverse)
+    return starts, inner - policy.dot_operand("...td,...de->...te", right, starts), final
 
 
-def running_sum(terms: Array, keep: Array | None, initial: Array) -> tuple[Array, Array]:
+def running_sum(
+    terms: Array, keep: Array | None, initial: Array, *, reverse: bool = False
+) -> tuple[Array, Array]:
     """``chunkwise.running_sum`` in logarithmic depth."""
     if keep is None:
-        return _exclusive(initial, initial + jax.lax.associative_scan(jnp.add, terms))
+        sums = jax.lax.associative_scan(jnp.add, terms, reverse=reverse)
+        return _exclusive(initial, initial + sums, reverse)
 
     def combine(earlier, later):
         keep1, x1 = earlier
         keep2, x2 = later
         return keep1 & keep2, jnp.where(keep2, x1, 0) + x2
 
-    kept, sums = jax.lax.associative_scan(combine, (keep, terms))
-    return _exclusive(initial, jnp.where(kept, initial, 0) + sums)
+    kept, sums = jax.lax.associative_scan(combine, (keep, terms), reverse=reverse)
+    return _exclusive(initial, jnp.where(kept, initial, 0) + sums, reverse)
 
 
 penalty_solve_forward = functools.partial(chunkwise.penalty_solve_forward, running_sum=running_sum)

@@ -91,25 +91,17 @@ class _Scaffold(nnx.Module):
 
     def _enter(self, x: Any, mask: Any, segment_ids: Any, conv: Any, feature_map: Any) -> Any:
         """Checks, then ``(x, mask, segment_ids, query, key, value, convolution cache)``."""
-        config = self.config
-        x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
-        batch, length, _ = x.shape
-        mask = validation.mask(mask, batch, length)
-        segment_ids = validation.segment_ids(segment_ids, batch, length)
-        params = self._parameters()
-        x = x.astype(layer._compute_dtype(config, params, x))
-        if mask is not None:
-            x = jnp.where(mask[..., None], x, 0)
+        config, params = self.config, self._parameters()
+        x, mask, segment_ids = layer.checked_tokens(config, params, x, mask, segment_ids)
         if config.short_conv is not None and conv is None:
-            conv = self._conv_state(batch)
-        query, key, value, _, conv = layer._attention_inputs(
+            conv = self._conv_state(x.shape[0])
+        query, key, value, _, conv = layer.attention_inputs(
             config, params, x, conv, mask, segment_ids, feature_map=feature_map
         )
         return x, mask, segment_ids, query, key, value, conv
 
     def _leave(self, out: Array, mask: Array | None) -> Array:
-        out = layer._output(self.config, self._parameters(), out)
-        return out if mask is None else jnp.where(mask[..., None], out, 0)
+        return layer.output(self.config, self._parameters(), out, mask)
 
     def _state_dtype(self) -> Any:
         config = self.config
@@ -162,32 +154,16 @@ class BaselineAttention(_Scaffold):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
+        options = {n: x for n, x in locals().items() if n in layer.OPTIONS}
         validation.choice("kind", kind, BASELINES)
         self.kind = kind
         if kind == "mesa" and readout == "ratio":
             raise ValueError("readout must be 'none' for kind='mesa', got 'ratio'")
         if implementation is not None and not _MIXERS[kind].chunkwise:
             raise ValueError(f"kind={kind!r} has no implementation to choose: {implementation!r}")
-        config = LayerConfig(
-            num_heads=num_heads,
-            in_features=in_features,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            out_features=out_features,
-            direction="key",
-            readout=readout or ("ratio" if kind in _RATIO else "none"),
-            lambda0=1.0,
-            learn_lambda0=kind == "mesa",
-            short_conv=short_conv,
-            output_norm=output_norm,
-            norm_eps=norm_eps,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-            implementation=implementation,
-        )
+        options["readout"] = readout or ("ratio" if kind in _RATIO else "none")
+        options |= {"direction": "key", "lambda0": 1.0, "learn_lambda0": kind == "mesa"}
+        config = LayerConfig(**options)
         self._create(config, rngs)
         for name in _MIXERS[kind].gates:
             shape: tuple[int, ...] = (config.num_kv_heads,)
@@ -241,7 +217,7 @@ class BaselineAttention(_Scaffold):
         if mixer.unit_query:
             query = numerics.normalize(query.astype(self._state_dtype())).astype(query.dtype)
         if self.kind == "mesa":
-            options["lambda0"] = layer._lambda0(config, self._parameters(), x.dtype)
+            options["lambda0"] = layer.lambda0_of(config, self._parameters(), x.dtype)
         else:
             options["readout"] = config.readout
         if mixer.chunkwise:
@@ -326,25 +302,11 @@ class SoftmaxAttention(_Scaffold):
         window: int | None = None,
         rngs: nnx.Rngs,
     ):
+        options = {n: x for n, x in locals().items() if n in layer.OPTIONS}
         if window is not None:
             validation.positive("window", window, integer=True)
         self.window = window
-        config = LayerConfig(
-            num_heads=num_heads,
-            in_features=in_features,
-            num_kv_heads=num_kv_heads,
-            head_dim=head_dim,
-            value_dim=value_dim,
-            out_features=out_features,
-            direction="key",
-            short_conv=short_conv,
-            output_norm=output_norm,
-            norm_eps=norm_eps,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            precision=precision,
-        )
+        config = LayerConfig(**options, direction="key")
         self._create(config, rngs)
 
     def __call__(

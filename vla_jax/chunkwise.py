@@ -1,8 +1,8 @@
 """Both primitives in matrix products over chunks of tokens, forward and closed-form backward.
 
 Equation numbers are those of ``docs/derivation.md``. Nothing of size T×T or T×D×D is ever made, no
-factorisation is differentiated, and what the backward keeps is the inputs, the solution and the
-memory at chunk starts.
+factorisation is differentiated or made twice, and what the backward keeps is the inputs, what
+``Solved`` and ``Swept`` hold.
 
 Inside this file an array of tokens is chunk-major, ``[N, B, H, C, D]``, and the memory is ``Sᵀ``
 (``[B, H, D, E]``), so a state acts from the left.
@@ -87,17 +87,19 @@ def _num_chunks(length: int, chunk: int) -> int:
 
 # --- running sums ------------------------------------------------------------------------------
 
-Scan = Callable[..., tuple[Array, Array]]
+RunningSum = Callable[..., tuple[Array, Array]]
 
 
-def running_sum(terms: Array, keep: Array | None, initial: Array) -> tuple[Array, Array]:
+def running_sum(
+    terms: Array, keep: Array | None, initial: Array, *, reverse: bool = False
+) -> tuple[Array, Array]:
     """``x ← keep·x + term`` over the leading axis: ``x`` before each term, and the last one."""
 
     def step(carry, inputs):
         term, kept = inputs
         return _where(kept, carry) + term, carry
 
-    final, starts = jax.lax.scan(step, initial, (terms, keep))
+    final, starts = jax.lax.scan(step, initial, (terms, keep), reverse=reverse)
     return starts, final
 
 
@@ -123,6 +125,75 @@ def causal_sum(
 # --- penalty_solve -----------------------------------------------------------------------------
 
 
+class _Lost(NamedTuple):
+    """The tokens ``start ≤ t < stop`` that rounding has won, none if ``stop = 0``."""
+
+    start: Array
+    stop: Array
+    penalty: Array  # [B, H, D, D]  before the first of them
+
+
+class Solved(NamedTuple):
+    """What the backward keeps of the forward: to apply every ``A`` again, none is derived again."""
+
+    solution: Array  # [B, T, H, D]
+    w: Array  # W of equation (8), [R, N, B, H, C, D], as ``_SuperChunks`` cuts it
+    inverse: Array  # A where each super-chunk starts, [N, B, H, D, D]
+    lost: _Lost
+
+
+class _SuperChunks(NamedTuple):
+    """Tokens in N super-chunks of R chunks of C: chunk r of every super-chunk runs at once."""
+
+    length: int
+    chunk: int
+    span: int
+    supers: int
+
+    @classmethod
+    def of(cls, length: int, chunk_size: int | None) -> _SuperChunks:
+        chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+        span = min(SUPER_CHUNK, _num_chunks(length, chunk))
+        return cls(length, chunk, span, _num_chunks(length, chunk * span))
+
+    def split(self, x: Array, dtype) -> Array:
+        """``[B, T, H, D]`` to ``[N, R, B, H, C, D]``, zeros after the end."""
+        x = _split(x, self.supers * self.span, self.chunk, dtype)
+        return x.reshape(self.supers, self.span, *x.shape[1:])
+
+    def join(self, x: Array) -> Array:
+        """``[R, N, B, H, C, D]``, as a scan over chunks stacks them, to ``[B, T, H, D]``."""
+        x = x.transpose(2, 1, 0, 4, 3, 5)
+        return x.reshape(x.shape[0], -1, *x.shape[-2:])[:, : self.length]
+
+    def segments(self, segment_ids: Array | None) -> Segments | None:
+        """The segments of each chunk, ``[N, R, B, 1, ...]``."""
+        segments = _segments(segment_ids, self.supers * self.span, self.chunk)
+        if segments is None:
+            return None
+        return Segments(*(x.reshape(self.supers, self.span, *x.shape[1:]) for x in segments))
+
+
+def _pick(tree, i: Array):
+    """Chunk i of every super-chunk."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), tree)
+
+
+def _apply(
+    inverse: Array, r: Array, w: Array, segments: Segments | None, lam: Array, dot: Callable
+) -> tuple[Array, Array]:
+    """Equations (9) and (8): ``A r`` of every token of a chunk, and ``A`` after the chunk."""
+    cont = last = keep = None
+    if segments is not None:
+        cont, last, keep = segments.cont, segments.last, segments.keep
+    overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
+    solution = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
+    solution = solution - dot("...ts,...sd->...td", overlap, w)
+    w = _where(last, w)
+    fresh = jnp.eye(r.shape[-1], dtype=r.dtype) / lam
+    return _where(keep, inverse, fresh) - dot("...td,...te->...de", w, w), solution
+
+
 def penalty_solve_forward(
     rhs: Array,
     direction: Array,
@@ -132,100 +203,56 @@ def penalty_solve_forward(
     *,
     policy: numerics.Policy,
     chunk_size: int | None = None,
-    running_sum: Scan = running_sum,
-) -> tuple[Array, Array, Array]:
-    """Equations (6) to (9): ``(solution [B, T, H, D], penalty [B, H, D, D])``."""
-    solution, penalty, lost = _solve(
-        rhs, direction, lambda0, initial_penalty, segment_ids, policy, chunk_size, running_sum
-    )
-    (solution,) = _solve_again(lost, direction, lambda0, segment_ids, [(solution, rhs, "all")])
-    return solution, penalty, solution
-
-
-class _Lost(NamedTuple):
-    """The tokens ``start ≤ t < stop`` that rounding has won, none if ``stop = 0``."""
-
-    start: Array
-    stop: Array
-    penalty: Array  # [B, H, D, D]  before the first of them
-
-
-def _solve(
-    rhs: Array,
-    direction: Array,
-    lambda0: Array,
-    initial_penalty: Array,
-    segment_ids: Array | None,
-    policy: numerics.Policy,
-    chunk_size: int | None,
-    running_sum: Scan,
-) -> tuple[Array, Array, _Lost]:
-    """The solution by stepping an inverse, the final penalty, and where that did not do.
+    running_sum: RunningSum = running_sum,
+) -> tuple[Array, Array, Solved]:
+    """Equations (6) to (9): ``(solution [B, T, H, D], penalty [B, H, D, D], for the backward)``.
 
     The tokens are cut in super-chunks of ``SUPER_CHUNK`` chunks. The penalty at their starts is a
     prefix sum; from there on all super-chunks run side by side, each stepping its own inverse.
     """
     dtype, dot = policy.accumulator, policy.dot
-    length, dim = rhs.shape[1], rhs.shape[-1]
-    chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
-    span = min(SUPER_CHUNK, _num_chunks(length, chunk))
-    supers = _num_chunks(length, chunk * span)
+    cut = _SuperChunks.of(rhs.shape[1], chunk_size)
     lam = lambda0[:, None, None]
-    identity = jnp.eye(dim, dtype=dtype)
-    fresh = identity / lam
 
     # The penalty where each super-chunk starts.
-    u = _split(direction, supers, chunk * span, dtype)
-    whole = _segments(segment_ids, supers, chunk * span)
-    u_last = u if whole is None else jnp.where(whole.last, u, 0)
-    gram = dot("...td,...te->...de", u_last, u)
+    r, u = cut.split(rhs, dtype), cut.split(direction, dtype)
+    segments = cut.segments(segment_ids)
+    whole = _segments(segment_ids, cut.supers, cut.span * cut.chunk)
+    u_last = u
+    if whole is not None:
+        last = whole.last.reshape(*whole.last.shape[:3], cut.span, cut.chunk, 1)
+        u_last = jnp.where(jnp.moveaxis(last, 3, 1), u, 0)
+    gram = jnp.sum(dot("...td,...te->...de", u_last, u_last), axis=1)
     starts, penalty = running_sum(gram, None if whole is None else whole.keep, initial_penalty)
     matrix = numerics.regularised(starts, lambda0)
     half = numerics.inverse_cholesky(matrix)
     inverse = numerics.squared(half)
 
-    # Chunk r of every super-chunk at once, r = 0 … span-1; leading axes [supers, B].
-    def by_chunk(x):
-        n, batch, heads, _, d = x.shape
-        return jnp.moveaxis(x.reshape(n, batch, heads, span, chunk, d), 3, 0)
-
-    segments = _segments(segment_ids, supers * span, chunk)
-    if segments is not None:
-        segments = Segments(
-            *(x.reshape(supers, span, *x.shape[1:]).swapaxes(0, 1) for x in segments)
-        )
-
-    def step(inverse, inputs):
-        r, u, segments = inputs
-        if segments is not None:
-            cont, last, keep = segments.cont, segments.last, segments.keep
-        else:
-            cont = last = keep = None
-        au = _where(cont, dot("...td,...de->...te", u, inverse), u / lam)
-        ar = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
-        gram = dot("...td,...sd->...ts", u, au)
-        gram = gram if segments is None else jnp.where(segments.same, gram, 0)
-        gram = gram + jnp.eye(chunk, dtype=dtype)
+    def step(inverse, i):
+        r_i, u_i, segments_i = _pick((r, u, segments), i)
+        cont = None if segments_i is None else segments_i.cont
+        au = _where(cont, dot("...td,...de->...te", u_i, inverse), u_i / lam)
+        gram = dot("...td,...sd->...ts", u_i, au)
+        gram = gram if segments_i is None else jnp.where(segments_i.same, gram, 0)
+        gram = gram + jnp.eye(cut.chunk, dtype=dtype)
         factor = numerics.inverse_cholesky(gram)
-        lost = numerics.unresolved(factor, gram)
         w = dot("...ts,...sd->...td", factor, au)
-        overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
-        solution = ar - dot("...ts,...sd->...td", overlap, w)
-        w_last = _where(last, w)
-        inverse = _where(keep, inverse, fresh) - dot("...td,...te->...de", w_last, w_last)
-        return inverse, (solution, lost)
+        lost = numerics.unresolved(factor, gram)
+        inverse, solution = _apply(inverse, r_i, w, segments_i, lam, dot)
+        return inverse, (solution, w, lost)
 
-    r = by_chunk(_split(rhs, supers, chunk * span, dtype))
-    _, (solution, lost) = jax.lax.scan(step, inverse, (r, by_chunk(u), segments))
-    solution = jnp.moveaxis(solution, 0, 3).reshape(*u.shape[:3], chunk * span, dim)
-    solution = _join(solution, length)
+    _, (solution, w, lost) = jax.lax.scan(step, inverse, jnp.arange(cut.span))
+    solution = cut.join(solution)
 
     lost = jnp.any(lost, axis=0) | numerics.unresolved(half, matrix, numerics.NOISE_ULPS)
-    finite = jnp.isfinite(jnp.sum(jnp.abs(u), axis=(-2, -1)) + jnp.sum(starts, axis=(-2, -1)))
-    lost = jnp.any(lost & finite, axis=(1, 2))  # [supers]; not where the input is not finite
+    finite = jnp.isfinite(jnp.sum(jnp.abs(u), axis=(1, -2, -1)) + jnp.sum(starts, axis=(-2, -1)))
+    lost = jnp.any(lost & finite, axis=(1, 2))  # [N]; not where the input is not finite
     first, behind = jnp.argmax(lost), jnp.argmax(lost[::-1])
-    stop = jnp.where(jnp.any(lost), jnp.minimum((supers - behind) * chunk * span, length), 0)
-    return solution, penalty, _Lost(first * chunk * span, stop, starts[first])
+    size = cut.span * cut.chunk
+    stop = jnp.where(jnp.any(lost), jnp.minimum((cut.supers - behind) * size, cut.length), 0)
+    lost = _Lost(first * size, stop, starts[first])
+    (solution,) = _solve_again(lost, direction, lambda0, segment_ids, [(solution, rhs, "all")])
+    return solution, penalty, Solved(solution, w, inverse, lost)
 
 
 def _solve_again(
@@ -280,13 +307,13 @@ def penalty_solve_backward(
     lambda0: Array,
     initial_penalty: Array,
     segment_ids: Array | None,
-    solution: Array,
+    solved: Solved,
     d_solution: Array,
     d_penalty: Array,
     *,
     policy: numerics.Policy,
     chunk_size: int | None = None,
-    running_sum: Scan = running_sum,
+    running_sum: RunningSum = running_sum,
 ) -> tuple[Array, Array, Array, Array]:
     """Equations (22) to (26): cotangents of ``rhs, direction, lambda0, initial_penalty``.
 
@@ -294,19 +321,20 @@ def penalty_solve_backward(
     attention without decay, run backwards.
     """
     dtype, dot = policy.accumulator, policy.dot
-    length = direction.shape[1]
-    chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+    solution, w, inverse, lost = solved
+    cut = _SuperChunks.of(direction.shape[1], chunk_size)
+    length, chunk = cut.length, cut.chunk
     n = _num_chunks(length, chunk)
-    d_rhs, _, lost = _solve(
-        d_solution,
-        direction,
-        lambda0,
-        initial_penalty,
-        segment_ids,
-        policy,
-        chunk_size,
-        running_sum,
-    )
+
+    r, segments = cut.split(d_solution, dtype), cut.segments(segment_ids)
+
+    def step(inverse, inputs):
+        i, w = inputs
+        r_i, segments_i = _pick((r, segments), i)
+        return _apply(inverse, r_i, w, segments_i, lambda0[:, None, None], dot)
+
+    _, d_rhs = jax.lax.scan(step, inverse, (jnp.arange(cut.span), w))
+    d_rhs = cut.join(d_rhs)
     d_rhs, beta_span, alpha_span = _solve_again(
         lost, direction, lambda0, segment_ids,
         [(d_rhs, d_solution, "all"), (d_rhs, d_solution, "span"), (solution, rhs, "span")],
@@ -320,9 +348,8 @@ def penalty_solve_backward(
     outer = dot("...td,...te->...de", _where(cont, beta), alpha)
     outer = outer + jnp.swapaxes(outer, -1, -2)
     final = -(d_penalty + jnp.swapaxes(d_penalty, -1, -2))
-    flipped = None if keep is None else keep[::-1]
-    later, start = running_sum(outer[::-1], flipped, final)
-    d_u = _where(last, dot("...td,...de->...te", u, later[::-1]))
+    later, start = running_sum(outer, keep, final, reverse=True)
+    d_u = _where(last, dot("...td,...de->...te", u, later))
     for x, y in ((alpha, beta), (beta, alpha)):
         overlap = _upper(dot("...td,...sd->...ts", u, x), segments)
         d_u = d_u + dot("...ts,...sd->...td", overlap, y)
@@ -377,7 +404,9 @@ def sweep(
     keep: Array | None,
     initial: Array,
     policy: numerics.Policy,
-) -> tuple[Array, Array]:
+    *,
+    reverse: bool = False,
+) -> tuple[Array, Array, Array]:
     """``S ← keep·S + outer + leftᵀ (inner − right S)`` over chunks: equation (14), in sequence.
 
     Args:
@@ -386,19 +415,31 @@ def sweep(
       outer: ``[N, B, H, D, E]`` or None.
       keep: ``[N, B, 1, 1, 1]`` booleans or None.
       initial: ``[B, H, D, E]``.
+      reverse: from the last chunk to the first.
 
     Returns:
-      ``S`` before each chunk, ``[N, B, H, D, E]``, and after the last one.
+      ``S`` before each chunk, ``[N, B, H, D, E]``; ``inner − right S``; ``S`` after the last chunk.
     """
 
     def step(state, inputs):
         left, right, inner, outer, kept = inputs
         inner = inner - policy.dot_operand("...td,...de->...te", right, state)
         new = _where(kept, state) + policy.dot_operand("...td,...te->...de", left, inner)
-        return (new if outer is None else new + outer), state
+        return (new if outer is None else new + outer), (state, inner)
 
-    final, starts = jax.lax.scan(step, initial, (left, right, inner, outer, keep))
-    return starts, final
+    chunks = left, right, inner, outer, keep
+    final, (starts, inner) = jax.lax.scan(step, initial, chunks, reverse=reverse)
+    return starts, inner, final
+
+
+Sweep = Callable[..., tuple[Array, Array, Array]]
+
+
+class Swept(NamedTuple):
+    """What the backward keeps of the forward."""
+
+    starts: Array  # the memory at chunk starts, [N, B, H, D, E]
+    inverse: Array  # (I + strict_tril(K Âᵀ))⁻¹, equation (10), [N, B, H, C, C]
 
 
 class _Chunks(NamedTuple):
@@ -410,7 +451,6 @@ class _Chunks(NamedTuple):
     v: Array
     k_cont: Array  # key, zero where the state at the chunk's start does not reach
     a_last: Array  # write key, zero where the segment ends inside the chunk
-    inverse: Array  # (I + strict_tril(K Âᵀ))⁻¹, equation (10)
     segments: Segments | None
     keep: Array | None
 
@@ -432,9 +472,7 @@ def _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
     cont = last = keep = None
     if segments is not None:
         cont, last, keep = segments.cont, segments.last, segments.keep
-    triangle = _lower(policy.dot("...td,...sd->...ts", k, a), segments, -1)
-    inverse = numerics.triangular_inverse(triangle + jnp.eye(chunk, dtype=policy.accumulator))
-    return _Chunks(q, k, a, v, _where(cont, k), _where(last, a), inverse, segments, keep)
+    return _Chunks(q, k, a, v, _where(cont, k), _where(last, a), segments, keep)
 
 
 def delta_rule_forward(
@@ -447,25 +485,23 @@ def delta_rule_forward(
     *,
     policy: numerics.Policy,
     chunk_size: int | None = None,
-    sweep: Scan = sweep,
-) -> tuple[Array, Array, Array]:
-    """Equations (10) to (13).
-
-    Returns ``(out [B, T, Hq, E], memory [B, H, D, E], memory at chunk starts)``, the last for the
-    backward.
-    """
+    sweep: Sweep = sweep,
+) -> tuple[Array, Array, Swept]:
+    """Equations (10) to (13): ``(out [B, T, Hq, E], memory [B, H, D, E], for the backward)``."""
     dot = policy.dot_operand
     c = _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
-    t_key, t_value = (policy.dot("...ts,...sd->...td", c.inverse, x) for x in (c.k_cont, c.v))
-    starts, memory = sweep(c.a_last, t_key, t_value, None, c.keep, initial_memory, policy)
-    residual = t_value - dot("...td,...de->...te", t_key, starts)
+    triangle = _lower(policy.dot("...td,...sd->...ts", c.k, c.a), c.segments, -1)
+    identity = jnp.eye(triangle.shape[-1], dtype=policy.accumulator)
+    inverse = numerics.triangular_inverse(triangle + identity)
+    t_key, t_value = (policy.dot("...ts,...sd->...td", inverse, x) for x in (c.k_cont, c.v))
+    starts, residual, memory = sweep(c.a_last, t_key, t_value, None, c.keep, initial_memory, policy)
     grouped = c.grouped()
     scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
     carried = dot("nbhgtd,nbhde->nbhgte", c.q, starts)
     out = _where(None if grouped is None else grouped.cont, carried)
     out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
     length = query.shape[1]
-    return _join(out, length).reshape(*query.shape[:3], -1), memory, starts
+    return _join(out, length).reshape(*query.shape[:3], -1), memory, Swept(starts, inverse)
 
 
 def delta_rule_backward(
@@ -474,13 +510,13 @@ def delta_rule_backward(
     write_key: Array,
     value: Array,
     segment_ids: Array | None,
-    starts: Array,
+    swept: Swept,
     d_out: Array,
     d_memory: Array,
     *,
     policy: numerics.Policy,
     chunk_size: int | None = None,
-    sweep: Scan = sweep,
+    sweep: Sweep = sweep,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Equations (17) to (21): cotangents of ``query, key, write_key, value, initial_memory``."""
     dot = policy.dot_operand
@@ -495,21 +531,18 @@ def delta_rule_backward(
     if segments is not None and grouped is not None:
         cont, last, cont_g = segments.cont, segments.last, grouped.cont
 
-    t_key, t_value = (policy.dot("...ts,...sd->...td", c.inverse, x) for x in (c.k_cont, c.v))
+    starts, inverse = swept
+    t_key, t_value = (policy.dot("...ts,...sd->...td", inverse, x) for x in (c.k_cont, c.v))
     residual = t_value - dot("...td,...de->...te", t_key, starts)
     scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
     pull = dot("nbhgts,nbhgte->nbhse", scores, d_o)
     read = dot("nbhgtd,nbhgte->nbhde", _where(cont_g, c.q), d_o)
 
     # R, the cotangent of the memory after each chunk: the sweep of the forward, transposed.
-    keep = None if c.keep is None else c.keep[::-1]
-    later, d_initial = sweep(
-        t_key[::-1], c.a_last[::-1], -pull[::-1], read[::-1], keep, d_memory, policy
+    later, d_residual, d_initial = sweep(
+        t_key, c.a_last, -pull, read, c.keep, d_memory, policy, reverse=True
     )
-    later = later[::-1]
-
-    d_residual = dot("...td,...de->...te", c.a_last, later) + pull
-    d_residual = policy.dot("...ts,...te->...se", c.inverse, d_residual)
+    d_residual = -policy.dot("...ts,...te->...se", inverse, d_residual)
     d_scores = _lower(dot("nbhgte,nbhse->nbhgts", d_o, residual), grouped)
     d_q = _where(cont_g, dot("nbhgte,nbhde->nbhgtd", d_o, starts))
     d_q = d_q + dot("nbhgts,nbhsd->nbhgtd", d_scores, c.a)

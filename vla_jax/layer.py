@@ -194,6 +194,9 @@ class LayerConfig:
         return self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
+OPTIONS = tuple(field.name for field in dataclasses.fields(LayerConfig))
+
+
 # --- parameters --------------------------------------------------------------------------------
 
 
@@ -399,7 +402,20 @@ def _convolve(
     return out, cache
 
 
-def _attention_inputs(
+def checked_tokens(
+    config: LayerConfig, params: Parameters, x: Any, mask: Any, segment_ids: Any
+) -> tuple[Array, Array | None, Array | None]:
+    """``x``, ``mask`` and ``segment_ids``, checked; ``x`` in the dtype of the computation."""
+    x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
+    mask = validation.mask(mask, *x.shape[:2])
+    segment_ids = validation.segment_ids(segment_ids, *x.shape[:2])
+    x = x.astype(_compute_dtype(config, params, x))
+    if mask is not None:  # before anything is multiplied: padding may hold NaN
+        x = jnp.where(mask[..., None], x, 0)
+    return x, mask, segment_ids
+
+
+def attention_inputs(
     config: LayerConfig,
     params: Parameters,
     x: Array,
@@ -437,8 +453,8 @@ def _attention_inputs(
     return feature_map(query), feature_map(key), value, direction, cache
 
 
-def _output(config: LayerConfig, params: Parameters, out: Array) -> Array:
-    """Output norm and projection of ``out [..., Hq, E]``."""
+def output(config: LayerConfig, params: Parameters, out: Array, mask: Array | None = None) -> Array:
+    """Output norm and projection of ``out [..., Hq, E]``; 0 where the mask is False."""
     if config.output_norm is not None:
         group = params["norm"]
         wide = out.astype(numerics.accumulator_dtype(out.dtype))
@@ -451,10 +467,12 @@ def _output(config: LayerConfig, params: Parameters, out: Array) -> Array:
         if "bias" in group:
             wide = wide + group["bias"].astype(wide.dtype)
         out = wide.astype(out.dtype)
-    return _dense(config, params["o_proj"], out, 2)
+    out = _dense(config, params["o_proj"], out, 2)
+    return out if mask is None else jnp.where(mask[..., None], out, 0)
 
 
-def _lambda0(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any:
+def lambda0_of(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any:
+    """The initial penalty, learned or given: a positive number or one for each key/value head."""
     if config.learn_lambda0:
         wide = numerics.accumulator_dtype(dtype)
         lambda0 = jnp.exp(params["penalty"]["log_lambda0"].astype(wide))
@@ -560,20 +578,16 @@ def apply(
                 "check_invariants=True needs axis_name=None: it checks whole sequences"
             )
         sharding.axis_size(axis_name)
-    x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
-    batch, length, _ = x.shape
-    mask = validation.mask(mask, batch, length)
-    segment_ids = validation.segment_ids(segment_ids, batch, length)
-    if initial_state is not None:
-        _check_state(config, initial_state, "initial_state", batch)
-    state = init_state(config, batch) if initial_state is None else initial_state
-    x = x.astype(_compute_dtype(config, params, x))
-    if mask is not None:  # before anything is multiplied: padding may hold NaN
-        x = jnp.where(mask[..., None], x, 0)
-    query, key, value, direction, conv = _attention_inputs(
+    x, mask, segment_ids = checked_tokens(config, params, x, mask, segment_ids)
+    if initial_state is None:
+        state = init_state(config, x.shape[0])
+    else:
+        state = initial_state
+        _check_state(config, state, "initial_state", x.shape[0])
+    query, key, value, direction, conv = attention_inputs(
         config, params, x, state.conv, mask, segment_ids, axis_name
     )
-    lambda0 = _lambda0(config, params, x.dtype)
+    lambda0 = lambda0_of(config, params, x.dtype)
     if config.check_invariants:
         _check_invariants(config, key, direction, lambda0, state.vla.penalty, mask, segment_ids)
     attention: Callable[..., Any] = ops.vla_attention
@@ -594,9 +608,7 @@ def apply(
         precision=config.precision,
         return_state=True,
     )
-    out = _output(config, params, out)
-    if mask is not None:
-        out = jnp.where(mask[..., None], out, 0)
+    out = output(config, params, out, mask)
     return (out, LayerState(vla, conv)) if return_state else out
 
 
@@ -620,10 +632,8 @@ def step(
     x_t = validation.array("x_t", x_t, (None, config.in_features), "[B, in_features]")
     _check_state(config, state, "state", x_t.shape[0])
     x = x_t.astype(_compute_dtype(config, params, x_t))[:, None]
-    query, key, value, direction, conv = _attention_inputs(
-        config, params, x, state.conv, None, None
-    )
-    lambda0 = _lambda0(config, params, x.dtype)
+    query, key, value, direction, conv = attention_inputs(config, params, x, state.conv, None, None)
+    lambda0 = lambda0_of(config, params, x.dtype)
     if config.check_invariants:
         _check_invariants(config, key, direction, lambda0, state.vla.penalty, None, None)
     out, vla = ops.vla_step(
@@ -637,4 +647,4 @@ def step(
         readout=config.readout,
         implementation="pallas" if config.implementation == "pallas" else None,
     )
-    return _output(config, params, out), LayerState(vla, conv)
+    return output(config, params, out), LayerState(vla, conv)

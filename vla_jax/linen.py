@@ -72,8 +72,7 @@ class VariationalLinearAttention(linen.Module):
     @property
     def config(self) -> LayerConfig:
         """The options, validated."""
-        names = (field.name for field in dataclasses.fields(LayerConfig))
-        return LayerConfig(**{name: getattr(self, name) for name in names})
+        return LayerConfig(**{name: getattr(self, name) for name in layer.OPTIONS})
 
     def setup(self) -> None:
         """Declares the parameters."""

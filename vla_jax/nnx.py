@@ -68,9 +68,7 @@ class VariationalLinearAttention(nnx.Module):
         logical_axes: bool = False,
         rngs: nnx.Rngs,
     ):
-        options = dict(locals())
-        for name in ("self", "rngs", "__class__"):
-            options.pop(name, None)
+        options = {n: x for n, x in locals().items() if n in layer.OPTIONS}
         self.config = LayerConfig(**options)
         if not isinstance(rngs, nnx.Rngs):
             raise TypeError(f"rngs must be a flax.nnx.Rngs, got {type(rngs).__name__}")

@@ -46,7 +46,7 @@ def _scaled(x: Array, axis: int) -> tuple[Array, Array, Array, Array]:
     present = peak != 0  # not a number stays so
     peak = jnp.where(present, peak, 1)
     away = jnp.where(peak > 1, 2**-8, 1).astype(x.dtype)  # the inverse of 1e38 is no normal number
-    scaled = jnp.where(present, x, 1) * away / (peak * away)
+    scaled = jnp.where(present, x, 1) * away * (1 / (peak * away))
     inverse = jax.lax.rsqrt(jnp.sum(scaled * scaled, axis=axis, keepdims=True))
     return scaled, inverse, peak, present
 
@@ -187,6 +187,12 @@ def triangular_inverse(matrix: Array) -> Array:
         pad = [(0, 0)] * (matrix.ndim - 2) + [(0, padded - size)] * 2
         tail = jnp.diag((jnp.arange(padded) >= size).astype(matrix.dtype))
         return triangular_inverse(jnp.pad(matrix, pad) + tail)[..., :size, :size]
+
+    def product(x, y):
+        if x.shape[-1] <= 4:  # less than a matrix product costs
+            return jnp.sum(x[..., :, :, None] * y[..., None, :, :], axis=-2)
+        return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)
+
     batch = matrix.shape[:-2]
     inverse = 1 / jnp.diagonal(matrix, axis1=-2, axis2=-1)[..., None, None]
     width = 1
@@ -196,9 +202,7 @@ def triangular_inverse(matrix: Array) -> Array:
         below = jnp.stack([blocks[..., i, width:, i, :width] for i in range(count)], axis=-3)
         pairs = inverse.reshape(*batch, count, 2, width, width)
         first, second = pairs[..., 0, :, :], pairs[..., 1, :, :]
-        corner = -jnp.einsum(
-            "...ij,...jk,...kl->...il", second, below, first, precision=jax.lax.Precision.HIGHEST
-        )
+        corner = -product(product(second, below), first)
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         width *= 2

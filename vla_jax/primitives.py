@@ -5,7 +5,7 @@ An implementation supplies a forward and a closed-form backward with the signatu
 needs no rule: JAX differentiates it.
 
 What the rules keep for the backward beside the inputs is named for ``jax.checkpoint`` policies:
-``"vla_solution"`` and ``"vla_memory"`` (the memory at chunk starts).
+``"vla_solution"`` (of the solve) and ``"vla_memory"`` (of the delta rule).
 """
 
 from __future__ import annotations

@@ -19,12 +19,13 @@ _TINY = tl.constexpr(1.1754943508222875e-38)
 
 @triton.jit
 def _inverse_norm(x):
-    """1 / |x| of a vector, 0 for the zero vector."""
+    """1 / |x| of a vector, 0 for the zero vector; finite, whatever the vector."""
     peak = tl.max(tl.abs(x), 0)
     scale = 1.0 / tl.maximum(peak, _TINY)
     scaled = x * scale
     square = tl.sum(scaled * scaled, 0)
-    return tl.where(peak > 0, tl.rsqrt(tl.where(peak > 0, square, 1.0)) * scale, 0.0)
+    inverse = tl.rsqrt(tl.where(peak > 0, square, 1.0)) * scale
+    return tl.where(peak > 0, tl.minimum(inverse, 1.0 / _TINY), 0.0)
 
 
 @triton.jit

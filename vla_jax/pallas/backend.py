@@ -25,6 +25,7 @@ INTERPRET = "VLA_JAX_PALLAS_INTERPRET"
 MIN_COMPUTE_CAPABILITY = 8.0
 MAX_DIM = 256
 MAX_ELEMENTS = 2**31  # kernels index with 32 bits
+TINY = 2.0**-126  # the smallest normal float32
 
 # Tile sizes and launch parameters: (device kind or None for any, primitive, largest D it is for).
 # The entry with the smallest sufficient D is used; ``params=`` of a primitive overrides it.
@@ -187,12 +188,12 @@ def call(
     Raises:
       NotImplementedError: for a grid or an array that is too large, before the launch.
     """
-    if len(grid) > 3 or max(grid[1:], default=1) > 65535:
-        raise NotImplementedError(f"{name}: grid {grid} does not fit a launch")
     kernel.__name__ = name  # what profilers show
 
     def run(*inputs):
         check_elements(name, (inputs, out_shape))
+        if len(grid) > 3 or max(grid[1:], default=1) > 65535:
+            raise NotImplementedError(f"{name}: grid {grid} does not fit a launch")
         axes = numerics.varying_axes(inputs)
         kind = {"manual_axis_type": jax.sharding.ManualAxisType(varying=axes)} if axes else {}
         return pl.pallas_call(
@@ -332,6 +333,26 @@ def unrolled_loop(count: int, body: Callable, init):
     for i in range(count):
         init = body(i, init)
     return init
+
+
+def unit_scale(x: Array, *, keepdims: bool = True) -> tuple[Array, Array]:
+    """``(p, r)`` with ``x·p·r`` of unit length along the last axis, or zero where ``x`` is.
+
+    ``p`` scales the largest entry to one, so that no square overflows or vanishes.
+    """
+    last = x.ndim - 1
+    peak = jnp.max(jnp.abs(x), axis=last, keepdims=keepdims)
+    scale = 1 / jnp.maximum(peak, TINY)
+    scaled = x * (scale if keepdims or not last else scale[:, None])
+    square = jnp.sum(scaled * scaled, axis=last, keepdims=keepdims)
+    present = peak > 0
+    return scale, jnp.where(present, jax.lax.rsqrt(jnp.where(present, square, 1)), 0)
+
+
+def inverse_norm(x: Array) -> Array:
+    """``1 / ‖x‖`` along the last axis, 0 where ``x`` is zero; finite, whatever ``x`` is."""
+    scale, inverse = unit_scale(x, keepdims=False)
+    return jnp.minimum(scale * inverse, 1 / TINY)
 
 
 def store(ref, index: tuple, value: Array, *, mask: Array) -> None:

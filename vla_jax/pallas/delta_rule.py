@@ -38,7 +38,6 @@ from vla_jax.types import Array
 
 NAME = "delta_rule"
 BLOCK = 16  # rows of the blocks whose inverse is found by substitution
-TINY = 2.0**-126  # the smallest normal float32
 
 _PARAMS = dict(
     chunk=64,
@@ -142,17 +141,6 @@ def _where(mask: Array | None, x: Array) -> Array:
 def _slabs(size: int, width: int) -> list:
     width = min(size, width)
     return [pl.ds(i, width) for i in range(0, size, width)]
-
-
-def _inverse_norm(x: Array) -> Array:
-    """``1 / ‖x‖`` of each row, 0 for a zero row; finite, whatever the row."""
-    peak = jnp.max(jnp.abs(x), axis=1)
-    scale = 1 / jnp.maximum(peak, TINY)
-    scaled = x * scale[:, None]
-    square = jnp.sum(scaled * scaled, axis=1)
-    present = peak > 0
-    inverse = jax.lax.rsqrt(jnp.where(present, square, 1)) * scale
-    return jnp.where(present, jnp.minimum(inverse, 1 / TINY), 0)
 
 
 class _Segments:
@@ -278,7 +266,7 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int, unroll: bool):
         for low in range(0, s.chunk, BLOCK):
             k = keys[batch, pl.ds(start + low, BLOCK), head, :].astype(jnp.float32)
             if c.normalize:
-                r["norm"][stream, pl.ds(start + low, BLOCK)] = _inverse_norm(k)
+                r["norm"][stream, pl.ds(start + low, BLOCK)] = backend.inverse_norm(k)
             if c.ratio:
                 total += _where(segments.last(low, BLOCK), k)
         if c.ratio:

@@ -32,7 +32,6 @@ from vla_jax.types import Array
 
 BLOCK = 16  # tokens of a block of the sweep, and rows of a block of the elimination
 GROUP = 64  # T is padded to a multiple of it
-TINY = 2.0**-126  # the smallest normal float32
 
 
 class _Shape(NamedTuple):
@@ -115,16 +114,6 @@ def _half_inverse(matrix: Array, floor) -> Array:
     return jnp.where(rows >= cols, matrix, 0)
 
 
-def _inverse_norm(x: Array) -> tuple[Array, Array]:
-    """``(p, r)`` with ``x·p·r`` of unit length, or zero: ``p`` scales the largest entry to one."""
-    peak = jnp.max(jnp.abs(x), axis=1, keepdims=True)
-    scale = 1 / jnp.maximum(peak, TINY)
-    scaled = x * scale
-    square = jnp.sum(scaled * scaled, axis=1, keepdims=True)
-    present = peak > 0
-    return scale, jnp.where(present, jax.lax.rsqrt(jnp.where(present, square, 1)), 0)
-
-
 def _row_dot(x: Array, y: Array) -> Array:
     return jnp.sum(x * y, axis=1, keepdims=True)
 
@@ -147,7 +136,7 @@ def _running(seg_ref, batch, start):
 
 def _unit(x: Array) -> Array:
     x = x.astype(jnp.float32)
-    peak, norm = _inverse_norm(x)
+    peak, norm = backend.unit_scale(x)
     return x * peak * norm
 
 
@@ -175,7 +164,7 @@ def _gram_kernel(*refs, shape, terms, directions, reverse, segments, mode, width
         y = tuple(_tile(ref, *where, columns) for ref in y_refs)
         if directions:  # of unit keys
             full = x[0].astype(jnp.float32)
-            peak, norm = _inverse_norm(full)
+            peak, norm = backend.unit_scale(full)
             norm = norm * shape.true_dim**-0.5
             x, y = (full * peak * norm,), (y[0].astype(jnp.float32) * peak * norm,)
         if seg_ref is not None:
@@ -373,7 +362,9 @@ def _factor_kernel(*refs, shape, has_direction, segments, resident, width, mode)
     def block(token, carry):
         scale = None
         if not has_direction:  # the unit key over √D
-            peak, norm = _inverse_norm(_tile(u_ref, batch, token, BLOCK, head).astype(jnp.float32))
+            peak, norm = backend.unit_scale(
+                _tile(u_ref, batch, token, BLOCK, head).astype(jnp.float32)
+            )
             scale = peak, norm * shape.true_dim**-0.5
 
         def direction(columns=None):
@@ -532,7 +523,7 @@ def _apply_kernel(*refs, shape, config):
 
     peak = norm = None
     if config.normalize_rhs:
-        peak, norm = _inverse_norm(load(key_ref))
+        peak, norm = backend.unit_scale(load(key_ref))
 
     def key(columns=None):
         x = load(key_ref, columns)
@@ -571,7 +562,7 @@ def _apply_kernel(*refs, shape, config):
         out_ref, *outs = outs
         if gain_kind is not None:
             if gain_kind == "unit":
-                scale, norm = _inverse_norm(x)
+                scale, norm = backend.unit_scale(x)
                 gain = scale * norm
             elif gain_kind == "projection":
                 inner = _row_dot(x, r)

@@ -143,22 +143,11 @@ def _launch(kernel, s: Sizes, inputs, outputs, params, *, name, aliases=None):
 
 # --- pieces of kernels -------------------------------------------------------------------------
 
-_TINY = float(np.finfo(np.float32).tiny)
 _STRIP = 16
 
 
 def _wide(x: Array) -> Array:
     return x.astype(jnp.float32)
-
-
-def _inverse_norm(x: Array) -> Array:
-    """``1 / ‖x‖`` of a vector, 0 for the zero vector."""
-    peak = jnp.max(jnp.abs(x), axis=0)
-    scale = 1 / jnp.maximum(peak, _TINY)
-    scaled = x * scale
-    square = jnp.sum(scaled * scaled, axis=0)
-    present = peak > 0
-    return jnp.where(present, jax.lax.rsqrt(jnp.where(present, square, 1)) * scale, 0)
 
 
 def _left(vector: Array, matrix: Array) -> Array:
@@ -225,7 +214,7 @@ def _update_inverse(inverse: Array, u: Array, x: Array) -> tuple[Array, Array]:
 def _gain(alpha: Array, unit_key: Array, write_gain: str) -> Array:
     """The scale of the write key, equation (3); 0 for an absent token."""
     if write_gain == "unit":
-        return _inverse_norm(alpha)
+        return backend.inverse_norm(alpha)
     if write_gain == "projection":
         overlap = _dot(alpha, unit_key)
         present = overlap > 0
@@ -260,7 +249,7 @@ class _Tokens:
     def unit(self, t) -> tuple[Array, Array, Array]:
         """The key, the unit key and the inverse of the norm."""
         key = self.key(t)
-        inverse_norm = _inverse_norm(key)
+        inverse_norm = backend.inverse_norm(key)
         return key, key * inverse_norm, inverse_norm
 
     def direction(self, t, unit_key: Array | None = None) -> Array:
@@ -684,7 +673,7 @@ def _step_kernel(*refs, s: Sizes, options: Options, learned: bool, compensated: 
     out, memory, penalty, key_sum, inverse, age, *rest = rest[6 if compensated else 5 :]
     b, h, queries = s.locate()
     k = _wide(key[b, h, :])
-    unit_key = k * _inverse_norm(k)
+    unit_key = k * backend.inverse_norm(k)
     u = unit_key * np.float32(s.true_dim**-0.5) if direction is None else _wide(direction[b, h, :])
     a, alpha = _update_inverse(inverse[b, h], u, unit_key)
     inverse[b, h] = a
