@@ -2,6 +2,7 @@
 
 import gc
 import os
+import tempfile
 
 import hypothesis
 import jax
@@ -14,6 +15,14 @@ if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
         # LLVM's optimisation takes two thirds of the suite's time and changes no test.
         jax.config.update("jax_disable_most_optimizations", True)
+
+# What one test compiled, no other test, worker or command that a test starts compiles again.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.TemporaryDirectory(prefix="vla_jax-compiled-", ignore_cleanup_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 # One suite, many implementations: a new one is one more name here.
 IMPLEMENTATIONS = ("reference", "xla", "associative")

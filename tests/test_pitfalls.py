@@ -500,10 +500,12 @@ def test_pitfall_22_every_order_with_the_reference(x64):
     np.testing.assert_allclose(product, (gradients[0] - gradients[1]) / 2e-5, atol=1e-6)
 
 
-def test_pitfall_22_others_name_the_reference(fast_implementation):
+@pytest.mark.parametrize("implementation", ["xla", "associative", "pallas"])
+def test_pitfall_22_others_name_the_reference(implementation, monkeypatch):
+    monkeypatch.setenv("VLA_JAX_PALLAS_INTERPRET", "1")
     x = jnp.ones((1, 3, 1, 2))
-    loss = lambda k: vla_jax.vla_attention(x, k, x, implementation=fast_implementation).sum()  # noqa: E731
-    for transform in (jax.jacfwd, jax.hessian):
+    loss = lambda k: vla_jax.vla_attention(x, k, x, implementation=implementation).sum()  # noqa: E731
+    for transform in (jax.jacfwd, jax.hessian, lambda f: jax.jacrev(jax.grad(f))):
         with pytest.raises(NotImplementedError, match="implementation='reference'"):
             transform(loss)(x)
 

@@ -103,9 +103,9 @@ def best(*inputs: Array, chunk_size: int | None = None) -> str:
 
 
 @jax.custom_jvp
-def _once(*cotangents: Any) -> Any:
-    """Identity that refuses to be differentiated: the results of a closed-form backward."""
-    return cotangents
+def _once(*arrays: Any) -> Any:
+    """Identity that refuses to be differentiated."""
+    return arrays
 
 
 @_once.defjvp
@@ -114,6 +114,17 @@ def _once_jvp(primals, tangents):
         "second-order differentiation needs implementation='reference': "
         "the other implementations have a closed-form first derivative only"
     )
+
+
+def _differentiated_once(rule):
+    """Refuses derivatives of a forward or backward ``rule`` before they meet a kernel."""
+
+    @functools.wraps(rule)
+    def wrapped(*args):
+        static = sum(isinstance(x, Config | Variant) for x in args)
+        return rule(*args[:static], *_once(*args[static:]))
+
+    return wrapped
 
 
 def first_order_only(function):
@@ -143,6 +154,7 @@ def _penalty_solve(config, rhs, direction, lambda0, initial_penalty, segment_ids
     return _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment_ids)[0]
 
 
+@_differentiated_once
 def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment_ids):
     solution, penalty, kept = _module(config.implementation).penalty_solve_forward(
         rhs,
@@ -157,6 +169,7 @@ def _penalty_solve_fwd(config, rhs, direction, lambda0, initial_penalty, segment
     return (solution, penalty), (rhs, direction, lambda0, initial_penalty, segment_ids, kept)
 
 
+@_differentiated_once
 def _penalty_solve_bwd(config, residuals, cotangents):
     backward = _module(config.implementation).penalty_solve_backward
     d_rhs, d_direction, d_lambda0, d_penalty = backward(
@@ -164,7 +177,7 @@ def _penalty_solve_bwd(config, residuals, cotangents):
     )
     rhs, direction, *_ = residuals
     d_rhs, d_direction = d_rhs.astype(rhs.dtype), d_direction.astype(direction.dtype)
-    return *_once(d_rhs, d_direction, d_lambda0, d_penalty), None
+    return d_rhs, d_direction, d_lambda0, d_penalty, None
 
 
 _penalty_solve.defvjp(_penalty_solve_fwd, _penalty_solve_bwd)
@@ -270,6 +283,7 @@ def _delta_rule(config, query, key, write_key, value, initial_memory, segment_id
     return _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segment_ids)[0]
 
 
+@_differentiated_once
 def _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segment_ids):
     out, memory, starts = _module(config.implementation).delta_rule_forward(
         query,
@@ -285,12 +299,13 @@ def _delta_rule_fwd(config, query, key, write_key, value, initial_memory, segmen
     return (out, memory), (query, key, write_key, value, segment_ids, starts)
 
 
+@_differentiated_once
 def _delta_rule_bwd(config, residuals, cotangents):
     *tokens, d_initial = _module(config.implementation).delta_rule_backward(
         *residuals, *cotangents, policy=config.policy, chunk_size=config.chunk_size
     )
     tokens = (d.astype(x.dtype) for d, x in zip(tokens, residuals[:4], strict=True))
-    return *_once(*tokens, d_initial), None
+    return *tokens, d_initial, None
 
 
 _delta_rule.defvjp(_delta_rule_fwd, _delta_rule_bwd)
@@ -427,17 +442,19 @@ def _attention(config, variant, *arrays):
     return _attention_fwd(config, variant, *arrays)[0]
 
 
+@_differentiated_once
 def _attention_fwd(config, variant, *arrays):
     return _module(config.implementation).attention_forward(
         *arrays, policy=config.policy, variant=variant
     )
 
 
+@_differentiated_once
 def _attention_bwd(config, variant, residuals, cotangents):
     gradients = _module(config.implementation).attention_backward(
         residuals, cotangents, policy=config.policy, variant=variant
     )
-    return *_once(*gradients), None
+    return *gradients, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
