@@ -1,5 +1,6 @@
 """Baselines against token-by-token oracles in float64 NumPy, and their layers."""
 
+import dataclasses
 import pathlib
 import sys
 
@@ -327,6 +328,39 @@ def test_an_option_that_a_kind_lacks_is_refused(kind):
     option = {"mesa": {"readout": "ratio"}, "published_deltanet": {"implementation": "xla"}}[kind]
     with pytest.raises(ValueError, match=next(iter(option))):
         make(kind, **option)
+
+
+@pytest.mark.parametrize("kind", ["linear", "softmax"])
+def test_a_state_of_another_layer_is_refused(kind):
+    layer, x = make(kind, short_conv=3), jnp.ones((2, 5, 12))
+    _, state = layer(x, return_state=True)
+    _, wider = make(kind, short_conv=4)(x, return_state=True)
+    _, plain = make(kind)(x, return_state=True)
+    for other in (wider, plain):
+        with pytest.raises((TypeError, ValueError), match=r"initial_state\.conv"):
+            layer(x, initial_state=other)
+    with pytest.raises(ValueError, match=r"initial_state\.conv must be None"):
+        make(kind)(x, initial_state=state)
+    with pytest.raises(ValueError, match=r"initial_state\.conv must have shape"):
+        layer(x[:1], initial_state=state)
+    with pytest.raises(TypeError, match="initial_state must be a"):
+        layer(x, initial_state={})
+    with pytest.raises(TypeError, match=r"state must be a \w+, got NoneType"):
+        layer.step(x[:, 0], None)
+    with pytest.raises(ValueError, match=r"x_t must have shape \[B, in_features\]"):
+        layer.step(x, state)
+    with pytest.raises(TypeError, match="rngs must be a Rngs"):
+        make(kind, rngs=None)
+    with pytest.raises(ValueError, match="batch_size"):
+        layer.init_state(0)
+    if kind == "linear":
+        with pytest.raises(TypeError, match=r"initial_state\.core"):
+            layer(x, initial_state=dataclasses.replace(state, core=None))
+        with pytest.raises(ValueError, match="readout"):
+            make(kind, readout="")
+    else:
+        with pytest.raises(ValueError, match=r"initial_state\.key must have shape"):
+            layer(x, initial_state=dataclasses.replace(state, key=state.key[:, :3]))
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))

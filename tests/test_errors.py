@@ -50,6 +50,7 @@ ATTENTION = {
         -0.1,
         float("nan"),
         float("inf"),
+        2**70,
         np.array([0.1, -1.0]),
         np.array([0.1, np.nan]),
         ones(3),

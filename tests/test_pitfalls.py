@@ -98,7 +98,7 @@ def test_pitfall_03_large_keys_in_low_precision(implementation):
 
 
 def test_pitfall_04_keys_are_normalised_in_float32(implementation):
-    """bfloat16 keys: the memory is far closer to the oracle than with unit keys rounded."""
+    """bfloat16 keys, whose unit keys would lose 3e-3 if they were rounded again."""
     rng = np.random.default_rng(4)
     key = cast(1 + 0.2 * rng.standard_normal((1, 256, 1, 16)), jnp.bfloat16)
     value = cast(rng.standard_normal((1, 256, 1, 8)), jnp.bfloat16)
@@ -115,7 +115,8 @@ def test_pitfall_04_keys_are_normalised_in_float32(implementation):
         return error(state.memory)
 
     assert run(key.astype(jnp.float32), value.astype(jnp.float32)) <= tolerances.FLOAT32
-    assert run(key, value) <= tolerances.BFLOAT16_RMS
+    assert run(key, value.astype(jnp.float32)) <= tolerances.FLOAT32
+    assert run(key, value) <= tolerances.BFLOAT16_RMS  # products of operands that are rounded
 
 
 class Layers:
@@ -542,7 +543,8 @@ def test_pitfall_23_gradient_inside_shard_map(implementation, x64):
     jax.tree.map(lambda x, y: assert_close(x, y, tolerances.FLOAT64), actual, wanted)
 
 
-def test_pitfall_24_remat_with_a_names_policy(fast_implementation, x64):
+@pytest.mark.parametrize("names", [("out",), ("vla_solution", "vla_memory"), ("vla_memory",)])
+def test_pitfall_24_remat_with_a_names_policy(fast_implementation, names, x64):
     call = draw(Case(1, 6, 1, 1, 4, 3, direction="key"))
 
     def loss(key):
@@ -552,7 +554,7 @@ def test_pitfall_24_remat_with_a_names_policy(fast_implementation, x64):
         )
         return jnp.sin(checkpoint_name(out, "out")).sum()
 
-    policy = jax.checkpoint_policies.save_only_these_names("out")
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
     remat = jax.jit(jax.value_and_grad(jax.checkpoint(loss, policy=policy)))(call["key"])
     plain = jax.jit(jax.value_and_grad(loss))(call["key"])
     jax.tree.map(lambda x, y: assert_close(x, y, tolerances.FLOAT64), remat, plain)

@@ -76,7 +76,10 @@ class BaselineLayerState:
 class _Scaffold(nnx.Module):
     """Parameters of the VLA layer's scaffold, and the way through it."""
 
+    _state: type  # of what the layer carries from call to call
+
     def _create(self, config: LayerConfig, rngs: nnx.Rngs) -> None:
+        validation.instance("rngs", rngs, nnx.Rngs)
         self.config = config
         for group, members in layer.parameters(config).items():
             values = {n: nnx.Param(p.init(rngs.params(), config.param_dtype))
@@ -89,16 +92,27 @@ class _Scaffold(nnx.Module):
             for group, members in layer.parameters(self.config).items()
         }
 
-    def _enter(self, x: Any, mask: Any, segment_ids: Any, conv: Any, feature_map: Any) -> Any:
+    def _enter(self, x: Any, mask: Any, segment_ids: Any, state: Any, feature_map: Any) -> Any:
         """Checks, then ``(x, mask, segment_ids, query, key, value, convolution cache)``."""
         config, params = self.config, self._parameters()
         x, mask, segment_ids = layer.checked_tokens(config, params, x, mask, segment_ids)
-        if config.short_conv is not None and conv is None:
+        if state is None:
             conv = self._conv_state(x.shape[0])
+        else:
+            validation.instance("initial_state", state, self._state)
+            conv = state.conv
+            layer.check_conv(config, conv, "initial_state", x.shape[0])
         query, key, value, _, conv = layer.attention_inputs(
             config, params, x, conv, mask, segment_ids, feature_map=feature_map
         )
         return x, mask, segment_ids, query, key, value, conv
+
+    def _step(self, x_t: Any, state: Any) -> Any:
+        validation.instance("state", state, self._state)
+        shape = (None, self.config.in_features)
+        x_t = validation.array("x_t", x_t, shape, "[B, in_features]")
+        out, state = self(x_t[:, None], initial_state=state, return_state=True)
+        return out[:, 0], state
 
     def _leave(self, out: Array, mask: Array | None) -> Array:
         return layer.output(self.config, self._parameters(), out, mask)
@@ -133,6 +147,8 @@ class BaselineAttention(_Scaffold):
       ValueError, TypeError: naming the option that is wrong.
     """
 
+    _state = BaselineLayerState
+
     def __init__(
         self,
         kind: str,
@@ -154,14 +170,15 @@ class BaselineAttention(_Scaffold):
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
     ):
-        options = {n: x for n, x in locals().items() if n in layer.OPTIONS}
+        options = layer.options(locals())
         validation.choice("kind", kind, BASELINES)
         self.kind = kind
         if kind == "mesa" and readout == "ratio":
             raise ValueError("readout must be 'none' for kind='mesa', got 'ratio'")
         if implementation is not None and not _MIXERS[kind].chunkwise:
             raise ValueError(f"kind={kind!r} has no implementation to choose: {implementation!r}")
-        options["readout"] = readout or ("ratio" if kind in _RATIO else "none")
+        if readout is None:
+            options["readout"] = "ratio" if kind in _RATIO else "none"
         options |= {"direction": "key", "lambda0": 1.0, "learn_lambda0": kind == "mesa"}
         config = LayerConfig(**options)
         self._create(config, rngs)
@@ -203,16 +220,12 @@ class BaselineAttention(_Scaffold):
         return_state: bool = False,
     ) -> Any:
         """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
-        if initial_state is not None and not isinstance(initial_state, BaselineLayerState):
-            raise TypeError(
-                "initial_state must be the BaselineLayerState that init_state, step or an earlier "
-                f"call returned, got {type(initial_state).__name__}"
-            )
         mixer, config = _MIXERS[self.kind], self.config
-        conv = None if initial_state is None else initial_state.conv
         x, mask, segment_ids, query, key, value, conv = self._enter(
-            x, mask, segment_ids, conv, mixer.feature_map
+            x, mask, segment_ids, initial_state, mixer.feature_map
         )
+        if initial_state is not None:
+            validation.instance("initial_state.core", initial_state.core, BaselineState)
         options: dict[str, Any] = {n: self._gate(n, x) for n in mixer.gates}
         if mixer.unit_query:
             query = numerics.normalize(query.astype(self._state_dtype())).astype(query.dtype)
@@ -244,8 +257,7 @@ class BaselineAttention(_Scaffold):
 
     def step(self, x_t: Array, state: BaselineLayerState) -> tuple[Array, BaselineLayerState]:
         """One token, ``x_t [B, in_features]``: ``(out [B, out_features], state)``."""
-        out, state = self(x_t[:, None], initial_state=state, return_state=True)
-        return out[:, 0], state
+        return self._step(x_t, state)
 
 
 @jax.tree_util.register_dataclass
@@ -283,6 +295,8 @@ class SoftmaxAttention(_Scaffold):
       ValueError, TypeError: naming the option that is wrong.
     """
 
+    _state = Cache
+
     def __init__(
         self,
         num_heads: int,
@@ -302,7 +316,7 @@ class SoftmaxAttention(_Scaffold):
         window: int | None = None,
         rngs: nnx.Rngs,
     ):
-        options = {n: x for n, x in locals().items() if n in layer.OPTIONS}
+        options = layer.options(locals())
         if window is not None:
             validation.positive("window", window, integer=True)
         self.window = window
@@ -319,14 +333,15 @@ class SoftmaxAttention(_Scaffold):
         return_state: bool = False,
     ) -> Any:
         """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
-        batch, length = x.shape[:2]
-        state = initial_state
-        if state is None and return_state:
-            state = self.init_state(batch)
-        conv = None if state is None else state.conv
         _, mask, segment_ids, query, key, value, conv = self._enter(
-            x, mask, segment_ids, conv, lambda raw: raw
+            x, mask, segment_ids, initial_state, lambda raw: raw
         )
+        batch, length = key.shape[:2]
+        state = initial_state
+        if state is not None:
+            self._check_cache(state, batch)
+        elif return_state:
+            state = self.init_state(batch)
         if state is None:
             out = baselines.softmax_attention(query, key, value, segment_ids=segment_ids, mask=mask)
             return self._leave(out, mask)
@@ -357,6 +372,23 @@ class SoftmaxAttention(_Scaffold):
         first = jnp.where(jnp.any(goes_on, axis=1), jnp.argmax(goes_on, axis=1), count)
         return out, Cache(key, value, first.astype(jnp.int32), count.astype(jnp.int32), conv)
 
+    def _check_window(self) -> None:
+        if self.window is None:
+            raise ValueError(
+                "softmax attention needs window to decode: how many tokens of a sequence it can "
+                "keep"
+            )
+
+    def _check_cache(self, state: Cache, batch: int) -> None:
+        self._check_window()
+        heads, dim = self.config.num_kv_heads, self.config.head_dim
+        for name in ("key", "value"):
+            shape = (batch, self.window, heads, dim)
+            validation.array(f"initial_state.{name}", getattr(state, name), shape, "[B, W, H, D]")
+        for name in ("first", "count"):
+            x = validation.as_array(f"initial_state.{name}", getattr(state, name))
+            validation.check_shape(f"initial_state.{name}", x, (batch,), "[B]")
+
     def _check(self, count: Array) -> None:
         if not isinstance(count, jax.core.Tracer) and int(jnp.max(count)) > self.window:
             raise ValueError(
@@ -366,11 +398,8 @@ class SoftmaxAttention(_Scaffold):
 
     def init_state(self, batch_size: int) -> Cache:
         """The state of ``batch_size`` fresh sequences."""
-        if self.window is None:
-            raise ValueError(
-                "softmax attention needs window to decode: how many tokens of a sequence it can "
-                "keep"
-            )
+        validation.positive("batch_size", batch_size, integer=True)
+        self._check_window()
         config = self.config
         if config.head_dim != config.value_dim:
             raise ValueError(
@@ -385,5 +414,4 @@ class SoftmaxAttention(_Scaffold):
 
     def step(self, x_t: Array, state: Cache) -> tuple[Array, Cache]:
         """One token, ``[B, in_features]``: ``(out, state)``."""
-        out, state = self(x_t[:, None], initial_state=state, return_state=True)
-        return out[:, 0], state
+        return self._step(x_t, state)

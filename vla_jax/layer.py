@@ -197,6 +197,11 @@ class LayerConfig:
 OPTIONS = tuple(field.name for field in dataclasses.fields(LayerConfig))
 
 
+def options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the given names that are options of ``LayerConfig``."""
+    return {name: given[name] for name in OPTIONS if name in given}
+
+
 # --- parameters --------------------------------------------------------------------------------
 
 
@@ -501,12 +506,16 @@ def _check_state(config: LayerConfig, state: Any, name: str, batch: int) -> None
         config.value_dim,
         jnp.float32,
     )
-    if config.short_conv is None:
-        if state.conv is not None:
-            raise ValueError(f"{name}.conv must be None in a layer without short_conv")
-        return
-    shape = (batch, config.short_conv - 1, config.channels)
-    validation.array(f"{name}.conv", state.conv, shape, "[B, short_conv - 1, channels]")
+    check_conv(config, state.conv, name, batch)
+
+
+def check_conv(config: LayerConfig, conv: Any, name: str, batch: int) -> None:
+    """Checks ``conv`` of the state called ``name`` against the layer's convolution."""
+    if config.short_conv is not None:
+        shape = (batch, config.short_conv - 1, config.channels)
+        validation.array(f"{name}.conv", conv, shape, "[B, short_conv - 1, channels]")
+    elif conv is not None:
+        raise ValueError(f"{name}.conv must be None in a layer without short_conv")
 
 
 def _check_invariants(

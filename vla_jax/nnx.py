@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from vla_jax import layer
+from vla_jax import layer, validation
 from vla_jax.layer import Initializer, LayerConfig, LayerState
 from vla_jax.types import (
     Array,
@@ -68,10 +68,8 @@ class VariationalLinearAttention(nnx.Module):
         logical_axes: bool = False,
         rngs: nnx.Rngs,
     ):
-        options = {n: x for n, x in locals().items() if n in layer.OPTIONS}
-        self.config = LayerConfig(**options)
-        if not isinstance(rngs, nnx.Rngs):
-            raise TypeError(f"rngs must be a flax.nnx.Rngs, got {type(rngs).__name__}")
+        self.config = LayerConfig(**layer.options(locals()))
+        validation.instance("rngs", rngs, nnx.Rngs)
         for group, members in layer.parameters(self.config).items():
             values = {
                 name: nnx.Param(p.init(rngs.params(), param_dtype), **self._metadata(p))

@@ -92,8 +92,9 @@ def vla_attention(
       query: ``[B, T, Hq, D]``, feature-mapped (``vla_jax.feature_map``), not normalised. Hq is a
         multiple of H; query head ``h`` reads the state of head ``h // (Hq / H)``.
       key: ``[B, T, H, D]``, feature-mapped, not normalised (the unit key is formed inside, in
-        float32, from any normal numbers: XLA takes smaller ones, below 1.2e-38, for zero). A zero
-        key writes nothing. For the ratio, ``z`` and ``z·q`` must not overflow.
+        float32, from any normal numbers: XLA takes smaller ones, below 1.2e-38, for zero; the
+        kernels of ``"pallas"`` and ``"triton"`` want lengths from 1e-30 to 1e30). A zero key writes
+        nothing. For the ratio, ``z`` and ``z·q`` must not overflow.
       value: ``[B, T, H, E]``.
       direction: ``[B, T, H, D]``, the penalty directions ``u``, used as given (the published layer
         gives them length ``1/√D``). None means ``k̂ / √D``.
@@ -108,12 +109,14 @@ def vla_attention(
       readout: ``"ratio"``, or ``"none"`` for ``S q``.
       eps: positive floor of the ratio's denominator.
       chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
-        not the result. ``"reference"`` has no chunks, and the GPU kernels refuse it.
+        of the result no more than its rounding. ``"reference"`` has no chunks, and the GPU kernels
+        refuse it.
       implementation: ``"reference"`` (token by token, any kind of differentiation), ``"xla"``
-        (chunkwise; what None means, on every device), ``"associative"`` (chunkwise, associative
-        scan over chunks), ``"pallas"`` (GPU kernels; in their interpreter where the environment
-        says ``VLA_JAX_PALLAS_INTERPRET=1``), ``"triton"`` (the single-launch kernel through
-        jax-triton, for few tokens).
+        (chunkwise, on every device), ``"associative"`` (chunkwise, associative scan over chunks),
+        ``"pallas"`` (GPU kernels; in their interpreter where the environment says
+        ``VLA_JAX_PALLAS_INTERPRET=1``), ``"triton"`` (the single-launch kernel through jax-triton,
+        for few tokens). None means ``"pallas"`` where the arrays are on one GPU that it serves,
+        otherwise ``"xla"``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs; for 16-bit inputs tf32 in the solve and the inputs' dtype in the memory, always
         accumulated in float32. ``"reference"`` is always as exact as its dtype.

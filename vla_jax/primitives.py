@@ -228,9 +228,10 @@ def penalty_solve(
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the penalty
         restarts from zero.
       chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
-        not the result. ``"reference"`` has no chunks, and the GPU kernels refuse it.
-      implementation: ``None`` (``"xla"``, on every device) or one of ``"reference"``, ``"xla"``,
-        ``"associative"``, ``"pallas"``, ``"triton"``.
+        of the result no more than its rounding. ``"reference"`` has no chunks, and the GPU kernels
+        refuse it.
+      implementation: ``None`` or one of ``"reference"``, ``"xla"``, ``"associative"``,
+        ``"pallas"``, ``"triton"``, as in ``vla_attention``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs, tf32 (where the device has it) for 16-bit inputs. ``"reference"`` has no matrix
         products and is always as exact as its dtype.

@@ -107,6 +107,8 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
     """
     try:
         result = jnp.asarray(value)
+    except OverflowError as error:
+        raise ValueError(f"lambda0 must be positive and finite, got {value!r}") from error
     except (TypeError, ValueError) as error:
         raise TypeError(f"lambda0 must be a number or an array, got {value!r}") from error
     if not (
@@ -126,6 +128,12 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
                 f"{limits.max}; got {values}"
             )
     return jnp.broadcast_to(result.astype(dtype), (num_heads,))
+
+
+def instance(name: str, value: Any, kind: type) -> None:
+    """Raises TypeError unless ``value`` is a ``kind``."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
 def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
