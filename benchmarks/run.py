@@ -317,6 +317,9 @@ def versions():
         "numpy": np.__version__,
         "vla_jax": vla_jax.__version__,
     }
+    for name in ("GLIBC_TUNABLES", "XLA_FLAGS"):
+        if name in os.environ:
+            found[name] = os.environ[name]
     for name in ("torch", "triton", "fla"):
         if name in sys.modules:
             found[name] = sys.modules[name].__version__
