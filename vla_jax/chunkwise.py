@@ -222,7 +222,7 @@ def penalty_solve_forward(
     if whole is not None:
         last = whole.last.reshape(*whole.last.shape[:3], cut.span, cut.chunk, 1)
         u_last = jnp.where(jnp.moveaxis(last, 3, 1), u, 0)
-    gram = jnp.sum(dot("...td,...te->...de", u_last, u_last), axis=1)
+    gram = dot("nrbhtd,nrbhte->nbhde", u_last, u_last)
     starts, penalty = running_sum(gram, None if whole is None else whole.keep, initial_penalty)
     matrix = numerics.regularised(starts, lambda0)
     half = numerics.inverse_cholesky(matrix)
