@@ -188,7 +188,7 @@ def energy(direction: str, values: str, seed: int, length: int) -> dict[str, Any
         "end": float(found[-1].mean()),
         "largest": float(found.max()),
         "rises_in_second_half": float(rises.mean()),
-        "largest_rise_in_second_half": float((after[1:] / after[:-1] - 1).max()),
+        "largest_rise_in_second_half": float(np.max(after[1:] / after[:-1] - 1)),
         "curve": _curve(found),
     }
 
