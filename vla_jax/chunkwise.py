@@ -107,19 +107,22 @@ def causal_sum(
     x: Array, initial: Array, segment_ids: Array | None, policy: numerics.Policy
 ) -> tuple[Array, Array]:
     """``z_t = z_0 + Σ_{s≤t} x_s`` within segments: ``([B, T, H, D], the last [B, H, D])``."""
-    length = x.shape[1]
+    batch, length, *rest = x.shape
     chunk = min(DEFAULT_CHUNK_SIZE, length)
     n = _num_chunks(length, chunk)
+    x = jnp.pad(x.astype(policy.accumulator), [(0, 0), (0, n * chunk - length), (0, 0), (0, 0)])
+    x = x.reshape(batch, n, chunk, -1)  # all heads in one product: as they lie, without a copy
+    before = jnp.broadcast_to(jnp.tri(chunk, dtype=x.dtype), (batch, n, chunk, chunk))
+    cont = keep = None
     segments = _segments(segment_ids, n, chunk)
-    x = _split(x, n, chunk, policy.accumulator)
-    ones = jnp.ones((chunk, chunk), policy.accumulator)
-    within = policy.dot("...ts,...sd->...td", _lower(ones, segments), x)
-    if segments is None:
-        cont = keep = None
-    else:
-        cont, keep = segments.cont, segments.keep[..., 0]
-    starts, final = running_sum(within[..., -1, :], keep, initial)
-    return _join(within + _where(cont, starts[..., None, :]), length), final
+    if segments is not None:
+        same, cont = (y[:, :, 0].swapaxes(0, 1) for y in (segments.same, segments.cont))
+        before, keep = jnp.where(same, before, 0), segments.keep[:, :, 0, 0]
+    within = policy.dot("bnts,bnsf->bntf", before, x)
+    last = within[:, :, -1].swapaxes(0, 1)
+    starts, final = running_sum(last, keep, initial.reshape(batch, -1))
+    within = within + _where(cont, starts.swapaxes(0, 1)[:, :, None])
+    return within.reshape(batch, -1, *rest)[:, :length], final.reshape(initial.shape)
 
 
 # --- penalty_solve -----------------------------------------------------------------------------
@@ -251,17 +254,19 @@ def penalty_solve_forward(
     size = cut.span * cut.chunk
     stop = jnp.where(jnp.any(lost), jnp.minimum((cut.supers - behind) * size, cut.length), 0)
     lost = _Lost(first * size, stop, starts[first])
-    (solution,) = _solve_again(lost, direction, lambda0, segment_ids, [(solution, rhs, "all")])
+    solution = _solve_again(lost, solution, rhs, "all", direction, lambda0, segment_ids)
     return solution, penalty, Solved(solution, w, inverse, lost)
 
 
 def _solve_again(
     lost: _Lost,
+    solution: Array,
+    rhs: Array,
+    part: str,
     direction: Array,
     lambda0: Array,
     segment_ids: Array | None,
-    solves: list[tuple[Array, Array, str]],
-) -> list[Array]:
+) -> Array:
     """Solves the lost tokens from the penalty of each: slow, and right in every digit that is left.
 
     An inverse that is stepped, by equations (6) to (9) or by the Sherman–Morrison formula, keeps
@@ -269,28 +274,22 @@ def _solve_again(
     iterations costs nothing, also under ``jax.vmap``, which would run both branches of a condition.
 
     Args:
-      solves: ``(solution, rhs, part)`` of arrays ``[B, T, H, D]``: the solution to take over
-        elsewhere, its right-hand side, and whether to solve for ``"all"`` of it or for what the
-        directions read so far ``"span"``. The rest is orthogonal to these but for its rounding.
+      solution: ``[B, T, H, D]``, to take over where no token is lost.
+      rhs: ``[B, T, H, D]``.
+      part: whether to solve for ``"all"`` of it or for what the directions read so far ``"span"``.
+        The rest is orthogonal to these but for its rounding.
     """
-    solutions, rhs, parts = zip(*solves, strict=True)
+    chosen = ("all", "span").index(part)
 
     def body(t, carry):
-        penalty, solutions = carry
-        u = direction[:, t].astype(penalty.dtype)
+        penalty, solution = carry
+        u, r = direction[:, t].astype(penalty.dtype), rhs[:, t]
         penalty = _where(_joins(segment_ids, t - 1, t), penalty) + u[..., :, None] * u[..., None, :]
-        inverses = dict(
-            zip(("all", "span"), numerics.penalty_inverses(penalty, lambda0), strict=True)
-        )
-        solved = [
-            jnp.einsum(
-                "bhij,bhj->bhi", inverses[part], r[:, t], precision=jax.lax.Precision.HIGHEST
-            )
-            for part, r in zip(parts, rhs, strict=True)
-        ]
-        return penalty, [x.at[:, t].set(y) for x, y in zip(solutions, solved, strict=True)]
+        inverse = numerics.penalty_inverses(penalty, lambda0)[chosen]
+        solved = jnp.einsum("bhij,bhj->bhi", inverse, r, precision=jax.lax.Precision.HIGHEST)
+        return penalty, solution.at[:, t].set(solved)
 
-    return jax.lax.fori_loop(lost.start, lost.stop, body, (lost.penalty, list(solutions)))[1]
+    return jax.lax.fori_loop(lost.start, lost.stop, body, (lost.penalty, solution))[1]
 
 
 def _joins(segment_ids: Array | None, first: Array, then: Array) -> Array | None:
@@ -335,10 +334,7 @@ def penalty_solve_backward(
 
     _, d_rhs = jax.lax.scan(step, inverse, (jnp.arange(cut.span), w))
     d_rhs = cut.join(d_rhs)
-    d_rhs, beta_span, alpha_span = _solve_again(
-        lost, direction, lambda0, segment_ids,
-        [(d_rhs, d_solution, "all"), (d_rhs, d_solution, "span"), (solution, rhs, "span")],
-    )  # fmt: skip
+    d_rhs = _solve_again(lost, d_rhs, d_solution, "all", direction, lambda0, segment_ids)
     segments = _segments(segment_ids, n, chunk)
     u, alpha, beta = (_split(x, n, chunk, dtype) for x in (direction, solution, d_rhs))
 
@@ -355,7 +351,7 @@ def penalty_solve_backward(
         d_u = d_u + dot("...ts,...sd->...td", overlap, y)
     d_lambda0 = -jnp.sum(alpha * beta, axis=(0, 1, 3, 4))
     d_u = _pull_again(
-        lost, _join(d_u, length), direction, solution, d_rhs, alpha_span, beta_span, final,
+        lost, _join(d_u, length), direction, (solution, rhs), (d_rhs, d_solution), final, lambda0,
         segment_ids,
     )  # fmt: skip
     return d_rhs, -d_u, d_lambda0, -start / 2
@@ -365,32 +361,46 @@ def _pull_again(
     lost: _Lost,
     d_u: Array,
     direction: Array,
-    alpha: Array,
-    beta: Array,
-    alpha_span: Array,
-    beta_span: Array,
+    forward: tuple[Array, Array],
+    backward: tuple[Array, Array],
     later: Array,
+    lambda0: Array,
     segment_ids: Array | None,
 ) -> Array:
     """Equation (23) without its sign, token by token if any token is lost, otherwise ``d_u``.
 
     The factor that meets ``u_s`` is the one in the span of the directions, so that the rounding of
     the other part, as large as ``1/λ₀``, does not.
+
+    Args:
+      forward, backward: ``α`` and ``β``, each with the right-hand side that it solves for.
+      later: the sum of equation (23) after the last token.
     """
     length = direction.shape[1]
 
-    def body(i, carry):
-        later, d_u = carry
-        t = length - 1 - i
-        u, a, b, a_span, b_span = (
-            x[:, t].astype(later.dtype) for x in (direction, alpha, beta, alpha_span, beta_span)
+    def again(_, d_u):
+        (alpha, beta), (alpha_span, beta_span) = zip(
+            *(
+                (x, _solve_again(lost, x, rhs, "span", direction, lambda0, segment_ids))
+                for x, rhs in (forward, backward)
+            ),
+            strict=True,
         )
-        pairs = b[..., :, None] * a_span[..., None, :] + a[..., :, None] * b_span[..., None, :]
-        later = _where(_joins(segment_ids, t, t + 1), later) + pairs
-        pulled = jnp.einsum("bhij,bhj->bhi", later, u, precision=jax.lax.Precision.HIGHEST)
-        return later, d_u.at[:, t].set(pulled)
 
-    return jax.lax.fori_loop(0, jnp.where(lost.stop > 0, length, 0), body, (later, d_u))[1]
+        def body(i, carry):
+            later, d_u = carry
+            t = length - 1 - i
+            u, a, b, a_span, b_span = (
+                x[:, t].astype(later.dtype) for x in (direction, alpha, beta, alpha_span, beta_span)
+            )
+            pairs = b[..., :, None] * a_span[..., None, :] + a[..., :, None] * b_span[..., None, :]
+            later = _where(_joins(segment_ids, t, t + 1), later) + pairs
+            pulled = jnp.einsum("bhij,bhj->bhi", later, u, precision=jax.lax.Precision.HIGHEST)
+            return later, d_u.at[:, t].set(pulled)
+
+        return jax.lax.fori_loop(0, length, body, (later, d_u))[1]
+
+    return jax.lax.fori_loop(0, (lost.stop > 0).astype(int), again, d_u)
 
 
 # --- delta_rule --------------------------------------------------------------------------------

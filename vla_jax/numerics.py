@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,6 +24,7 @@ RESOLVED_ULPS = 1024
 NOISE_ULPS = 128
 
 
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def normalize(x: Array, axis: int = -1) -> Array:
     """Scales ``x`` to unit Euclidean length along ``axis``; an all-zero vector stays zero.
 
@@ -32,6 +34,15 @@ def normalize(x: Array, axis: int = -1) -> Array:
     """
     scaled, inverse, _, present = _scaled(x, axis)
     return jnp.where(present, scaled * inverse, 0)
+
+
+@normalize.defjvp
+def _normalize_jvp(axis, primals, tangents):
+    # In terms of the result, which everybody keeps anyway.
+    (x,), (tangent,) = primals, tangents
+    unit = normalize(x, axis)
+    along = jnp.sum(unit * tangent, axis=axis, keepdims=True)
+    return unit, (tangent - unit * along) * inverse_norm(x, axis)
 
 
 def inverse_norm(x: Array, axis: int = -1) -> Array:
