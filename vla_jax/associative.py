@@ -80,10 +80,10 @@ def running_sum(
 
 penalty_solve_forward = functools.partial(chunkwise.penalty_solve_forward, running_sum=running_sum)
 penalty_solve_backward = functools.partial(
-    chunkwise.penalty_solve_backward, running_sum=running_sum
+    chunkwise.penalty_solve_backward, running_sum=running_sum, span=None
 )
-delta_rule_forward = functools.partial(chunkwise.delta_rule_forward, sweep=sweep)
-delta_rule_backward = functools.partial(chunkwise.delta_rule_backward, sweep=sweep)
+delta_rule_forward = functools.partial(chunkwise.delta_rule_forward, sweep=sweep, span=None)
+delta_rule_backward = functools.partial(chunkwise.delta_rule_backward, sweep=sweep, span=None)
 
 
 def delta_rule_per_token(

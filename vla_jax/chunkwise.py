@@ -10,16 +10,17 @@ Inside this file an array of tokens is chunk-major, ``[N, B, H, C, D]``, and the
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from vla_jax import numerics
-from vla_jax.types import Array
+from vla_jax.types import Array, DTypeLike
 
-# Tokens of a chunk, and chunks that step one inverse before it is derived again from the penalty.
+# Tokens of a chunk; and chunks that step one inverse before it is derived again from the penalty,
+# which is also how many are worked on side by side where they need not all be.
 DEFAULT_CHUNK_SIZE = 32
 SUPER_CHUNK = 16
 
@@ -125,6 +126,104 @@ def causal_sum(
     return within.reshape(batch, -1, *rest)[:, :length], final.reshape(initial.shape)
 
 
+# --- blocks -----------------------------------------------------------------------------------
+
+
+class _Blocks(NamedTuple):
+    """Tokens in blocks of ``span`` chunks.
+
+    Where blocks follow one another, what is made of one is small beside the sequence, and the next
+    is made in the same memory.
+    """
+
+    length: int
+    chunk: int
+    span: int
+    blocks: int
+
+    @classmethod
+    def of(cls, length: int, chunk_size: int | None, span: int | None = SUPER_CHUNK) -> _Blocks:
+        """``span=None`` is one block of all chunks."""
+        chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+        chunks = _num_chunks(length, chunk)
+        span = min(span or chunks, chunks)
+        return cls(length, chunk, span, _num_chunks(chunks, span))
+
+    @property
+    def size(self) -> int:
+        """Tokens of a block."""
+        return self.span * self.chunk
+
+    def segments(self, segment_ids: Array | None) -> Segments | None:
+        """The segments of each chunk, ``[blocks, span, B, 1, ...]``."""
+        segments = _segments(segment_ids, self.blocks * self.span, self.chunk)
+        if segments is None:
+            return None
+        return Segments(*(x.reshape(self.blocks, self.span, *x.shape[1:]) for x in segments))
+
+    # Blocks side by side.
+
+    def split(self, x: Array, dtype) -> Array:
+        """``[B, T, H, D]`` to ``[blocks, span, B, H, C, D]``, zeros after the end."""
+        x = _split(x, self.blocks * self.span, self.chunk, dtype)
+        return x.reshape(self.blocks, self.span, *x.shape[1:])
+
+    def join(self, x: Array) -> Array:
+        """``[span, blocks, B, H, C, D]``, which a scan over chunks stacks, to ``[B, T, H, D]``."""
+        x = x.transpose(2, 1, 0, 4, 3, 5)
+        return x.reshape(x.shape[0], -1, *x.shape[-2:])[:, : self.length]
+
+    # Blocks one after the other.
+
+    def scan(
+        self,
+        step: Callable,
+        carry: Any,
+        tokens: Sequence[Array],
+        shapes: Sequence[tuple[int, ...]],
+        segment_ids: Array | None,
+        kept: Any = None,
+        *,
+        dtype: DTypeLike,
+        reverse: bool = False,
+    ) -> tuple[Any, list[Array], Any]:
+        """``jax.lax.scan`` of ``step`` over the blocks.
+
+        Args:
+          step: ``(carry, blocks, segments, kept)`` to ``(carry, results, kept)``: a block of each
+            of ``tokens`` in chunks, ``[span, B, *heads, C, D]``, its segments and its part of
+            ``kept``; a block of each result, and anything else of the block.
+          tokens: arrays ``[B, T, *heads, D]``.
+          shapes: ``(*heads, D)`` of each result.
+          reverse: from the last block to the first.
+
+        Returns:
+          The last carry, the results ``[B, T, *heads, D]`` and what ``step`` kept, stacked.
+        """
+        pad = [(0, 0), (0, self.blocks * self.size - self.length)]
+        tokens = [jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2)) for x in tokens]
+        results = [jnp.zeros((*tokens[0].shape[:2], *shape), dtype) for shape in shapes]
+        _, carry, results = numerics.varying_alike((tokens, carry, results))
+
+        def body(state, inputs):
+            carry, results = state
+            i, segments, kept = inputs
+            start = i * self.size
+            blocks = (jax.lax.dynamic_slice_in_dim(x, start, self.size, axis=1) for x in tokens)
+            blocks = [_split(x, self.span, self.chunk, dtype) for x in blocks]
+            carry, blocks, kept = step(carry, blocks, segments, kept)
+            blocks = (_join(x, self.size) for x in blocks)
+            results = [
+                jax.lax.dynamic_update_slice_in_dim(x, block, start, axis=1)
+                for x, block in zip(results, blocks, strict=True)
+            ]
+            return (carry, results), kept
+
+        blocks = jnp.arange(self.blocks), self.segments(segment_ids), kept
+        (carry, results), kept = jax.lax.scan(body, (carry, results), blocks, reverse=reverse)
+        return carry, [x[:, : self.length] for x in results], kept
+
+
 # --- penalty_solve -----------------------------------------------------------------------------
 
 
@@ -140,41 +239,9 @@ class Solved(NamedTuple):
     """What the backward keeps of the forward: to apply every ``A`` again, none is derived again."""
 
     solution: Array  # [B, T, H, D]
-    w: Array  # W of equation (8), [R, N, B, H, C, D], as ``_SuperChunks`` cuts it
-    inverse: Array  # A where each super-chunk starts, [N, B, H, D, D]
+    w: Array  # W of equation (8), [span, blocks, B, H, C, D]
+    inverse: Array  # A where each super-chunk starts, [blocks, B, H, D, D]
     lost: _Lost
-
-
-class _SuperChunks(NamedTuple):
-    """Tokens in N super-chunks of R chunks of C: chunk r of every super-chunk runs at once."""
-
-    length: int
-    chunk: int
-    span: int
-    supers: int
-
-    @classmethod
-    def of(cls, length: int, chunk_size: int | None) -> _SuperChunks:
-        chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
-        span = min(SUPER_CHUNK, _num_chunks(length, chunk))
-        return cls(length, chunk, span, _num_chunks(length, chunk * span))
-
-    def split(self, x: Array, dtype) -> Array:
-        """``[B, T, H, D]`` to ``[N, R, B, H, C, D]``, zeros after the end."""
-        x = _split(x, self.supers * self.span, self.chunk, dtype)
-        return x.reshape(self.supers, self.span, *x.shape[1:])
-
-    def join(self, x: Array) -> Array:
-        """``[R, N, B, H, C, D]``, as a scan over chunks stacks them, to ``[B, T, H, D]``."""
-        x = x.transpose(2, 1, 0, 4, 3, 5)
-        return x.reshape(x.shape[0], -1, *x.shape[-2:])[:, : self.length]
-
-    def segments(self, segment_ids: Array | None) -> Segments | None:
-        """The segments of each chunk, ``[N, R, B, 1, ...]``."""
-        segments = _segments(segment_ids, self.supers * self.span, self.chunk)
-        if segments is None:
-            return None
-        return Segments(*(x.reshape(self.supers, self.span, *x.shape[1:]) for x in segments))
 
 
 def _pick(tree, i: Array):
@@ -214,13 +281,13 @@ def penalty_solve_forward(
     prefix sum; from there on all super-chunks run side by side, each stepping its own inverse.
     """
     dtype, dot = policy.accumulator, policy.dot
-    cut = _SuperChunks.of(rhs.shape[1], chunk_size)
+    cut = _Blocks.of(rhs.shape[1], chunk_size)
     lam = lambda0[:, None, None]
 
     # The penalty where each super-chunk starts.
     r, u = cut.split(rhs, dtype), cut.split(direction, dtype)
     segments = cut.segments(segment_ids)
-    whole = _segments(segment_ids, cut.supers, cut.span * cut.chunk)
+    whole = _segments(segment_ids, cut.blocks, cut.span * cut.chunk)
     u_last = u
     if whole is not None:
         last = whole.last.reshape(*whole.last.shape[:3], cut.span, cut.chunk, 1)
@@ -252,7 +319,7 @@ def penalty_solve_forward(
     lost = jnp.any(lost & finite, axis=(1, 2))  # [N]; not where the input is not finite
     first, behind = jnp.argmax(lost), jnp.argmax(lost[::-1])
     size = cut.span * cut.chunk
-    stop = jnp.where(jnp.any(lost), jnp.minimum((cut.supers - behind) * size, cut.length), 0)
+    stop = jnp.where(jnp.any(lost), jnp.minimum((cut.blocks - behind) * size, cut.length), 0)
     lost = _Lost(first * size, stop, starts[first])
     solution = _solve_again(lost, solution, rhs, "all", direction, lambda0, segment_ids)
     return solution, penalty, Solved(solution, w, inverse, lost)
@@ -313,6 +380,7 @@ def penalty_solve_backward(
     policy: numerics.Policy,
     chunk_size: int | None = None,
     running_sum: RunningSum = running_sum,
+    span: int | None = SUPER_CHUNK,
 ) -> tuple[Array, Array, Array, Array]:
     """Equations (22) to (26): cotangents of ``rhs, direction, lambda0, initial_penalty``.
 
@@ -321,10 +389,7 @@ def penalty_solve_backward(
     """
     dtype, dot = policy.accumulator, policy.dot
     solution, w, inverse, lost = solved
-    cut = _SuperChunks.of(direction.shape[1], chunk_size)
-    length, chunk = cut.length, cut.chunk
-    n = _num_chunks(length, chunk)
-
+    cut = _Blocks.of(direction.shape[1], chunk_size)
     r, segments = cut.split(d_solution, dtype), cut.segments(segment_ids)
 
     def step(inverse, inputs):
@@ -335,26 +400,49 @@ def penalty_solve_backward(
     _, d_rhs = jax.lax.scan(step, inverse, (jnp.arange(cut.span), w))
     d_rhs = cut.join(d_rhs)
     d_rhs = _solve_again(lost, d_rhs, d_solution, "all", direction, lambda0, segment_ids)
-    segments = _segments(segment_ids, n, chunk)
-    u, alpha, beta = (_split(x, n, chunk, dtype) for x in (direction, solution, d_rhs))
-
-    cont = last = keep = None
-    if segments is not None:
-        cont, last, keep = segments.cont, segments.last, segments.keep
-    outer = dot("...td,...te->...de", _where(cont, beta), alpha)
-    outer = outer + jnp.swapaxes(outer, -1, -2)
-    final = -(d_penalty + jnp.swapaxes(d_penalty, -1, -2))
-    later, start = running_sum(outer, keep, final, reverse=True)
-    d_u = _where(last, dot("...td,...de->...te", u, later))
-    for x, y in ((alpha, beta), (beta, alpha)):
-        overlap = _upper(dot("...td,...sd->...ts", u, x), segments)
-        d_u = d_u + dot("...ts,...sd->...td", overlap, y)
-    d_lambda0 = -jnp.sum(alpha * beta, axis=(0, 1, 3, 4))
+    later = -(d_penalty + jnp.swapaxes(d_penalty, -1, -2))
+    cut = _Blocks.of(direction.shape[1], chunk_size, span)
+    d_u, start, d_lambda0 = _pull(
+        direction, solution, d_rhs, later, segment_ids, policy, cut, running_sum
+    )
     d_u = _pull_again(
-        lost, _join(d_u, length), direction, (solution, rhs), (d_rhs, d_solution), final, lambda0,
-        segment_ids,
+        lost, d_u, direction, (solution, rhs), (d_rhs, d_solution), later, lambda0, segment_ids
+    )
+    return d_rhs, -d_u, -d_lambda0, -start / 2
+
+
+def _pull(
+    direction: Array,
+    alpha: Array,
+    beta: Array,
+    later: Array,
+    segment_ids: Array | None,
+    policy: numerics.Policy,
+    cut: _Blocks,
+    running_sum: RunningSum,
+) -> tuple[Array, Array, Array]:
+    """Equations (23) to (26) but for signs: ``d_u``, the sum before the start, ``d_lambda0``."""
+    dot = policy.dot
+
+    def step(later, tokens, segments, _):
+        u, alpha, beta = tokens
+        cont = last = keep = None
+        if segments is not None:
+            cont, last, keep = segments.cont, segments.last, segments.keep
+        outer = dot("...td,...te->...de", _where(cont, beta), alpha)
+        outer = outer + jnp.swapaxes(outer, -1, -2)
+        sums, later = running_sum(outer, keep, later, reverse=True)
+        d_u = _where(last, dot("...td,...de->...te", u, sums))
+        for x, y in ((alpha, beta), (beta, alpha)):
+            overlap = _upper(dot("...td,...sd->...ts", u, x), segments)
+            d_u = d_u + dot("...ts,...sd->...td", overlap, y)
+        return later, [d_u], jnp.sum(alpha * beta, axis=(0, 1, 3, 4))
+
+    start, (d_u,), d_lambda0 = cut.scan(
+        step, later, (direction, alpha, beta), [direction.shape[2:]], segment_ids,
+        dtype=policy.accumulator, reverse=True,
     )  # fmt: skip
-    return d_rhs, -d_u, d_lambda0, -start / 2
+    return d_u, start, jnp.sum(d_lambda0, axis=0)
 
 
 def _pull_again(
@@ -446,14 +534,14 @@ Sweep = Callable[..., tuple[Array, Array, Array]]
 
 
 class Swept(NamedTuple):
-    """What the backward keeps of the forward."""
+    """What the backward keeps of the forward, each with a leading axis for the block."""
 
     starts: Array  # the memory at chunk starts, [N, B, H, D, E]
     inverse: Array  # (I + strict_tril(K Âᵀ))⁻¹, equation (10), [N, B, H, C, C]
 
 
 class _Chunks(NamedTuple):
-    """The tokens of ``delta_rule`` in chunks, and what forward and backward both need of them."""
+    """The tokens of a block in chunks, and what forward and backward both need of them."""
 
     q: Array  # [N, B, H, G, C, D]
     k: Array
@@ -464,6 +552,13 @@ class _Chunks(NamedTuple):
     segments: Segments | None
     keep: Array | None
 
+    @classmethod
+    def of(cls, q: Array, k: Array, a: Array, v: Array, segments: Segments | None) -> _Chunks:
+        cont = last = keep = None
+        if segments is not None:
+            cont, last, keep = segments.cont, segments.last, segments.keep
+        return cls(q, k, a, v, _where(cont, k), _where(last, a), segments, keep)
+
     def grouped(self) -> Segments | None:
         """The segments with an axis for the group, to mask arrays made with queries."""
         if self.segments is None:
@@ -471,18 +566,9 @@ class _Chunks(NamedTuple):
         return Segments(*(x[:, :, :, None] for x in self.segments))
 
 
-def _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size) -> _Chunks:
-    length = key.shape[1]
-    chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
-    n = _num_chunks(length, chunk)
-    batch, _, heads, _ = key.shape
-    query = query.reshape(batch, length, heads, -1, query.shape[-1])
-    q, k, a, v = (_split(x, n, chunk, policy.accumulator) for x in (query, key, write_key, value))
-    segments = _segments(segment_ids, n, chunk)
-    cont = last = keep = None
-    if segments is not None:
-        cont, last, keep = segments.cont, segments.last, segments.keep
-    return _Chunks(q, k, a, v, _where(cont, k), _where(last, a), segments, keep)
+def _grouped_heads(x: Array, heads: int) -> Array:
+    """``[B, T, Hq, D]`` to ``[B, T, H, G, D]``."""
+    return x.reshape(*x.shape[:2], heads, -1, x.shape[-1])
 
 
 def delta_rule_forward(
@@ -496,22 +582,39 @@ def delta_rule_forward(
     policy: numerics.Policy,
     chunk_size: int | None = None,
     sweep: Sweep = sweep,
+    span: int | None = SUPER_CHUNK,
 ) -> tuple[Array, Array, Swept]:
     """Equations (10) to (13): ``(out [B, T, Hq, E], memory [B, H, D, E], for the backward)``."""
+    query, length = _grouped_heads(query, key.shape[2]), key.shape[1]
+
+    def step(memory, tokens, segments, _):
+        out, memory, swept = _delta_block_forward(
+            _Chunks.of(*tokens, segments), memory, policy, sweep
+        )
+        return memory, [out], swept
+
+    memory, (out,), swept = _Blocks.of(length, chunk_size, span).scan(
+        step, initial_memory, (query, key, write_key, value),
+        [(*query.shape[2:4], value.shape[-1])], segment_ids, dtype=policy.accumulator,
+    )  # fmt: skip
+    return out.reshape(*out.shape[:2], -1, out.shape[-1]), memory, swept
+
+
+def _delta_block_forward(
+    c: _Chunks, memory: Array, policy: numerics.Policy, sweep: Sweep
+) -> tuple[Array, Array, Swept]:
     dot = policy.dot_operand
-    c = _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
     triangle = _lower(policy.dot("...td,...sd->...ts", c.k, c.a), c.segments, -1)
     identity = jnp.eye(triangle.shape[-1], dtype=policy.accumulator)
     inverse = numerics.triangular_inverse(triangle + identity)
     t_key, t_value = (policy.dot("...ts,...sd->...td", inverse, x) for x in (c.k_cont, c.v))
-    starts, residual, memory = sweep(c.a_last, t_key, t_value, None, c.keep, initial_memory, policy)
+    starts, residual, memory = sweep(c.a_last, t_key, t_value, None, c.keep, memory, policy)
     grouped = c.grouped()
     scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
     carried = dot("nbhgtd,nbhde->nbhgte", c.q, starts)
     out = _where(None if grouped is None else grouped.cont, carried)
     out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
-    length = query.shape[1]
-    return _join(out, length).reshape(*query.shape[:3], -1), memory, Swept(starts, inverse)
+    return out, memory, Swept(starts, inverse)
 
 
 def delta_rule_backward(
@@ -527,15 +630,31 @@ def delta_rule_backward(
     policy: numerics.Policy,
     chunk_size: int | None = None,
     sweep: Sweep = sweep,
+    span: int | None = SUPER_CHUNK,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Equations (17) to (21): cotangents of ``query, key, write_key, value, initial_memory``."""
+    length, heads = key.shape[1:3]
+    query, d_out = (_grouped_heads(x, heads) for x in (query, d_out))
+    tokens = query, key, write_key, value
+
+    def step(d_memory, tokens, segments, swept):
+        *tokens, d_out = tokens
+        gradients, d_memory = _delta_block_backward(
+            _Chunks.of(*tokens, segments), swept, d_out, d_memory, policy, sweep
+        )
+        return d_memory, gradients, None
+
+    d_initial, (d_query, *gradients), _ = _Blocks.of(length, chunk_size, span).scan(
+        step, d_memory, (*tokens, d_out), [x.shape[2:] for x in tokens], segment_ids, swept,
+        dtype=policy.accumulator, reverse=True,
+    )  # fmt: skip
+    return d_query.reshape(*d_query.shape[:2], -1, d_query.shape[-1]), *gradients, d_initial
+
+
+def _delta_block_backward(
+    c: _Chunks, swept: Swept, d_o: Array, d_memory: Array, policy: numerics.Policy, sweep: Sweep
+) -> tuple[tuple[Array, Array, Array, Array], Array]:
     dot = policy.dot_operand
-    length, heads = query.shape[1], key.shape[2]
-    c = _delta_chunks(query, key, write_key, value, segment_ids, policy, chunk_size)
-    n, chunk = c.k.shape[0], c.k.shape[-2]
-    d_o = _split(
-        d_out.reshape(*d_out.shape[:2], heads, -1, d_out.shape[-1]), n, chunk, policy.accumulator
-    )
     segments, grouped = c.segments, c.grouped()
     cont = last = cont_g = None
     if segments is not None and grouped is not None:
@@ -562,6 +681,4 @@ def delta_rule_backward(
     d_a = d_a - dot("...ts,...td->...sd", d_triangle, c.k)
     d_k = _where(cont, dot("...te,...de->...td", d_residual, starts))
     d_k = -(d_k + dot("...ts,...sd->...td", d_triangle, c.a))
-    d_query = _join(d_q, length).reshape(query.shape)
-    d_key, d_write_key, d_value = (_join(x, length) for x in (d_k, d_a, d_residual))
-    return d_query, d_key, d_write_key, d_value, d_initial
+    return (d_q, d_k, d_a, d_residual), d_initial

@@ -217,10 +217,16 @@ def weigh(
     eps: float,
 ) -> tuple[Array, Array]:
     """The read-out over ``z·q``, equation (5), in the dtype of ``query``; and the final key sum."""
-    key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, config.policy)
-    if readout == "ratio":
+
+    @jax.checkpoint  # the sums of every token are cheaper to make twice than to keep
+    def weights(query, key, key_sum):
+        key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, config.policy)
         grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
-        weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(query.shape[:3])
+        weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1)
+        return weight.reshape(query.shape[:3]), key_sum
+
+    weight, key_sum = weights(query, key, key_sum)
+    if readout == "ratio":
         out = out / jnp.maximum(weight, eps)[..., None]
     return out.astype(query.dtype), key_sum
 
