@@ -10,6 +10,7 @@ Inside this file an array of tokens is chunk-major, ``[N, B, H, C, D]``, and the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -67,19 +68,30 @@ def _upper(x: Array, segments: Segments | None, offset: int = 0) -> Array:
 
 def _split(x: Array, num_chunks: int, chunk: int, dtype) -> Array:
     """``[B, T, *heads, D]`` to ``[N, B, *heads, C, D]``, zeros after the end."""
-    batch, length, *rest = x.shape
-    pad = [(0, 0)] * x.ndim
-    pad[1] = (0, num_chunks * chunk - length)
-    x = jnp.pad(x.astype(dtype), pad).reshape(batch, num_chunks, chunk, *rest)
-    x = jnp.moveaxis(x, 1, 0)
-    return jnp.moveaxis(x, 2, -2)
+    return _by_chunk(_padded(x, num_chunks, chunk).astype(dtype))
 
 
 def _join(x: Array, length: int) -> Array:
     """Inverse of ``_split``."""
-    x = jnp.moveaxis(jnp.moveaxis(x, -2, 2), 0, 1)
-    batch, num_chunks, chunk, *rest = x.shape
-    return x.reshape(batch, num_chunks * chunk, *rest)[:, :length]
+    x = _by_sequence(x)
+    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
+
+
+def _padded(x: Array, *shape: int) -> Array:
+    """``[B, T, ...]`` to ``[B, *shape, ...]``, zeros after the end."""
+    pad = [(0, 0)] * x.ndim
+    pad[1] = (0, math.prod(shape) - x.shape[1])
+    return jnp.pad(x, pad).reshape(x.shape[0], *shape, *x.shape[2:])
+
+
+def _by_chunk(x: Array) -> Array:
+    """``[B, N, C, *heads, D]`` to ``[N, B, *heads, C, D]``."""
+    return jnp.moveaxis(jnp.swapaxes(x, 0, 1), 2, -2)
+
+
+def _by_sequence(x: Array) -> Array:
+    """Inverse of ``_by_chunk``."""
+    return jnp.swapaxes(jnp.moveaxis(x, -2, 2), 0, 1)
 
 
 def _num_chunks(length: int, chunk: int) -> int:
@@ -130,11 +142,7 @@ def causal_sum(
 
 
 class _Blocks(NamedTuple):
-    """Tokens in blocks of ``span`` chunks.
-
-    Where blocks follow one another, what is made of one is small beside the sequence, and the next
-    is made in the same memory.
-    """
+    """Tokens in blocks of ``span`` chunks."""
 
     length: int
     chunk: int
@@ -149,32 +157,6 @@ class _Blocks(NamedTuple):
         span = min(span or chunks, chunks)
         return cls(length, chunk, span, _num_chunks(chunks, span))
 
-    @property
-    def size(self) -> int:
-        """Tokens of a block."""
-        return self.span * self.chunk
-
-    def segments(self, segment_ids: Array | None) -> Segments | None:
-        """The segments of each chunk, ``[blocks, span, B, 1, ...]``."""
-        segments = _segments(segment_ids, self.blocks * self.span, self.chunk)
-        if segments is None:
-            return None
-        return Segments(*(x.reshape(self.blocks, self.span, *x.shape[1:]) for x in segments))
-
-    # Blocks side by side.
-
-    def split(self, x: Array, dtype) -> Array:
-        """``[B, T, H, D]`` to ``[blocks, span, B, H, C, D]``, zeros after the end."""
-        x = _split(x, self.blocks * self.span, self.chunk, dtype)
-        return x.reshape(self.blocks, self.span, *x.shape[1:])
-
-    def join(self, x: Array) -> Array:
-        """``[span, blocks, B, H, C, D]``, which a scan over chunks stacks, to ``[B, T, H, D]``."""
-        x = x.transpose(2, 1, 0, 4, 3, 5)
-        return x.reshape(x.shape[0], -1, *x.shape[-2:])[:, : self.length]
-
-    # Blocks one after the other.
-
     def scan(
         self,
         step: Callable,
@@ -185,43 +167,55 @@ class _Blocks(NamedTuple):
         kept: Any = None,
         *,
         dtype: DTypeLike,
+        side_by_side: bool = False,
         reverse: bool = False,
     ) -> tuple[Any, list[Array], Any]:
-        """``jax.lax.scan`` of ``step`` over the blocks.
+        """``jax.lax.scan`` over the blocks, or over the chunks of all blocks side by side.
+
+        What ``step`` makes is small beside the sequence, and the next step makes it in the same
+        memory.
 
         Args:
-          step: ``(carry, blocks, segments, kept)`` to ``(carry, results, kept)``: a block of each
-            of ``tokens`` in chunks, ``[span, B, *heads, C, D]``, its segments and its part of
-            ``kept``; a block of each result, and anything else of the block.
+          step: ``(carry, chunks, segments, kept)`` to ``(carry, results, kept)``: of each of
+            ``tokens`` all chunks of one block, or one chunk of each block, ``[N, B, *heads, C,
+            D]``; their segments; their part of ``kept``; the same chunks of each result; and
+            whatever else of them is to be kept.
           tokens: arrays ``[B, T, *heads, D]``.
           shapes: ``(*heads, D)`` of each result.
-          reverse: from the last block to the first.
+          reverse: from the end to the start.
 
         Returns:
           The last carry, the results ``[B, T, *heads, D]`` and what ``step`` kept, stacked.
         """
-        pad = [(0, 0), (0, self.blocks * self.size - self.length)]
-        tokens = [jnp.pad(x, pad + [(0, 0)] * (x.ndim - 2)) for x in tokens]
-        results = [jnp.zeros((*tokens[0].shape[:2], *shape), dtype) for shape in shapes]
+        cut = self.blocks, self.span, self.chunk
+        axis, steps = (2, self.span) if side_by_side else (1, self.blocks)
+        tokens = [_padded(x, *cut) for x in tokens]
+        # Every entry is written. What stands there before comes from the tokens, so that XLA makes
+        # the array after them: it would make zeros first of all and keep them until here.
+        anything = sum(x[(0,) * x.ndim].astype(dtype) for x in tokens)
+        results = [jnp.full((tokens[0].shape[0], *cut, *shape), anything) for shape in shapes]
         _, carry, results = numerics.varying_alike((tokens, carry, results))
+        segments = _segments(segment_ids, self.blocks * self.span, self.chunk)
+        if segments is not None:
+            segments = Segments(*(x.reshape(*cut[:2], *x.shape[1:]) for x in segments))
+            segments = jax.tree.map(lambda x: jnp.moveaxis(x, axis - 1, 0), segments)
 
         def body(state, inputs):
             carry, results = state
             i, segments, kept = inputs
-            start = i * self.size
-            blocks = (jax.lax.dynamic_slice_in_dim(x, start, self.size, axis=1) for x in tokens)
-            blocks = [_split(x, self.span, self.chunk, dtype) for x in blocks]
-            carry, blocks, kept = step(carry, blocks, segments, kept)
-            blocks = (_join(x, self.size) for x in blocks)
+            chunks = (jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False) for x in tokens)
+            chunks = [_by_chunk(x.astype(dtype)) for x in chunks]
+            carry, chunks, kept = step(carry, chunks, segments, kept)
             results = [
-                jax.lax.dynamic_update_slice_in_dim(x, block, start, axis=1)
-                for x, block in zip(results, blocks, strict=True)
+                jax.lax.dynamic_update_index_in_dim(x, _by_sequence(part), i, axis)
+                for x, part in zip(results, chunks, strict=True)
             ]
             return (carry, results), kept
 
-        blocks = jnp.arange(self.blocks), self.segments(segment_ids), kept
-        (carry, results), kept = jax.lax.scan(body, (carry, results), blocks, reverse=reverse)
-        return carry, [x[:, : self.length] for x in results], kept
+        inputs = jnp.arange(steps), segments, kept
+        (carry, results), kept = jax.lax.scan(body, (carry, results), inputs, reverse=reverse)
+        results = [x.reshape(x.shape[0], -1, *x.shape[4:])[:, : self.length] for x in results]
+        return carry, results, kept
 
 
 # --- penalty_solve -----------------------------------------------------------------------------
@@ -242,11 +236,6 @@ class Solved(NamedTuple):
     w: Array  # W of equation (8), [span, blocks, B, H, C, D]
     inverse: Array  # A where each super-chunk starts, [blocks, B, H, D, D]
     lost: _Lost
-
-
-def _pick(tree, i: Array):
-    """Chunk i of every super-chunk."""
-    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, axis=1, keepdims=False), tree)
 
 
 def _apply(
@@ -285,40 +274,40 @@ def penalty_solve_forward(
     lam = lambda0[:, None, None]
 
     # The penalty where each super-chunk starts.
-    r, u = cut.split(rhs, dtype), cut.split(direction, dtype)
-    segments = cut.segments(segment_ids)
-    whole = _segments(segment_ids, cut.blocks, cut.span * cut.chunk)
-    u_last = u
-    if whole is not None:
-        last = whole.last.reshape(*whole.last.shape[:3], cut.span, cut.chunk, 1)
-        u_last = jnp.where(jnp.moveaxis(last, 3, 1), u, 0)
-    gram = dot("nrbhtd,nrbhte->nbhde", u_last, u_last)
-    starts, penalty = running_sum(gram, None if whole is None else whole.keep, initial_penalty)
+    size = cut.span * cut.chunk
+    u = _split(direction, cut.blocks, size, dtype)
+    last = keep = None
+    segments = _segments(segment_ids, cut.blocks, size)
+    if segments is not None:
+        last, keep = segments.last, segments.keep
+    gram = dot("...td,...te->...de", _where(last, u), u)
+    starts, penalty = running_sum(gram, keep, initial_penalty)
     matrix = numerics.regularised(starts, lambda0)
     half = numerics.inverse_cholesky(matrix)
     inverse = numerics.squared(half)
 
-    def step(inverse, i):
-        r_i, u_i, segments_i = _pick((r, u, segments), i)
-        cont = None if segments_i is None else segments_i.cont
-        au = _where(cont, dot("...td,...de->...te", u_i, inverse), u_i / lam)
-        gram = dot("...td,...sd->...ts", u_i, au)
-        gram = gram if segments_i is None else jnp.where(segments_i.same, gram, 0)
+    def step(inverse, chunks, segments, _):
+        r, u = chunks
+        cont = None if segments is None else segments.cont
+        au = _where(cont, dot("...td,...de->...te", u, inverse), u / lam)
+        gram = dot("...td,...sd->...ts", u, au)
+        gram = gram if segments is None else jnp.where(segments.same, gram, 0)
         gram = gram + jnp.eye(cut.chunk, dtype=dtype)
         factor = numerics.inverse_cholesky(gram)
         w = dot("...ts,...sd->...td", factor, au)
         lost = numerics.unresolved(factor, gram)
-        inverse, solution = _apply(inverse, r_i, w, segments_i, lam, dot)
-        return inverse, (solution, w, lost)
+        after, solution = _apply(inverse, r, w, segments, lam, dot)
+        return after, [solution], (w, lost)
 
-    _, (solution, w, lost) = jax.lax.scan(step, inverse, jnp.arange(cut.span))
-    solution = cut.join(solution)
+    _, (solution,), (w, lost) = cut.scan(
+        step, inverse, (rhs, direction), [rhs.shape[2:]], segment_ids,
+        dtype=dtype, side_by_side=True,
+    )  # fmt: skip
 
     lost = jnp.any(lost, axis=0) | numerics.unresolved(half, matrix, numerics.NOISE_ULPS)
-    finite = jnp.isfinite(jnp.sum(jnp.abs(u), axis=(1, -2, -1)) + jnp.sum(starts, axis=(-2, -1)))
+    finite = jnp.isfinite(jnp.sum(jnp.abs(u), axis=(-2, -1)) + jnp.sum(starts, axis=(-2, -1)))
     lost = jnp.any(lost & finite, axis=(1, 2))  # [N]; not where the input is not finite
     first, behind = jnp.argmax(lost), jnp.argmax(lost[::-1])
-    size = cut.span * cut.chunk
     stop = jnp.where(jnp.any(lost), jnp.minimum((cut.blocks - behind) * size, cut.length), 0)
     lost = _Lost(first * size, stop, starts[first])
     solution = _solve_again(lost, solution, rhs, "all", direction, lambda0, segment_ids)
@@ -389,22 +378,22 @@ def penalty_solve_backward(
     """
     dtype, dot = policy.accumulator, policy.dot
     solution, w, inverse, lost = solved
-    cut = _Blocks.of(direction.shape[1], chunk_size)
-    r, segments = cut.split(d_solution, dtype), cut.segments(segment_ids)
+    length = direction.shape[1]
 
-    def step(inverse, inputs):
-        i, w = inputs
-        r_i, segments_i = _pick((r, segments), i)
-        return _apply(inverse, r_i, w, segments_i, lambda0[:, None, None], dot)
+    def step(inverse, chunks, segments, w):
+        after, d_rhs = _apply(inverse, *chunks, w, segments, lambda0[:, None, None], dot)
+        return after, [d_rhs], None
 
-    _, d_rhs = jax.lax.scan(step, inverse, (jnp.arange(cut.span), w))
-    d_rhs = cut.join(d_rhs)
+    _, (d_rhs,), _ = _Blocks.of(length, chunk_size).scan(
+        step, inverse, [d_solution], [rhs.shape[2:]], segment_ids, w,
+        dtype=dtype, side_by_side=True,
+    )  # fmt: skip
     d_rhs = _solve_again(lost, d_rhs, d_solution, "all", direction, lambda0, segment_ids)
     later = -(d_penalty + jnp.swapaxes(d_penalty, -1, -2))
-    cut = _Blocks.of(direction.shape[1], chunk_size, span)
     d_u, start, d_lambda0 = _pull(
-        direction, solution, d_rhs, later, segment_ids, policy, cut, running_sum
-    )
+        direction, solution, d_rhs, later, segment_ids, policy,
+        _Blocks.of(length, chunk_size, span), running_sum,
+    )  # fmt: skip
     d_u = _pull_again(
         lost, d_u, direction, (solution, rhs), (d_rhs, d_solution), later, lambda0, segment_ids
     )
@@ -557,6 +546,7 @@ class _Chunks(NamedTuple):
         cont = last = keep = None
         if segments is not None:
             cont, last, keep = segments.cont, segments.last, segments.keep
+        q = _grouped(q, k.shape[2])
         return cls(q, k, a, v, _where(cont, k), _where(last, a), segments, keep)
 
     def grouped(self) -> Segments | None:
@@ -566,9 +556,13 @@ class _Chunks(NamedTuple):
         return Segments(*(x[:, :, :, None] for x in self.segments))
 
 
-def _grouped_heads(x: Array, heads: int) -> Array:
-    """``[B, T, Hq, D]`` to ``[B, T, H, G, D]``."""
-    return x.reshape(*x.shape[:2], heads, -1, x.shape[-1])
+def _grouped(x: Array, heads: int) -> Array:
+    """``[N, B, Hq, C, D]`` to ``[N, B, H, G, C, D]``."""
+    return x.reshape(*x.shape[:2], heads, -1, *x.shape[3:])
+
+
+def _ungrouped(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def delta_rule_forward(
@@ -585,7 +579,6 @@ def delta_rule_forward(
     span: int | None = SUPER_CHUNK,
 ) -> tuple[Array, Array, Swept]:
     """Equations (10) to (13): ``(out [B, T, Hq, E], memory [B, H, D, E], for the backward)``."""
-    query, length = _grouped_heads(query, key.shape[2]), key.shape[1]
 
     def step(memory, tokens, segments, _):
         out, memory, swept = _delta_block_forward(
@@ -593,11 +586,11 @@ def delta_rule_forward(
         )
         return memory, [out], swept
 
-    memory, (out,), swept = _Blocks.of(length, chunk_size, span).scan(
+    memory, (out,), swept = _Blocks.of(key.shape[1], chunk_size, span).scan(
         step, initial_memory, (query, key, write_key, value),
-        [(*query.shape[2:4], value.shape[-1])], segment_ids, dtype=policy.accumulator,
+        [(query.shape[2], value.shape[-1])], segment_ids, dtype=policy.accumulator,
     )  # fmt: skip
-    return out.reshape(*out.shape[:2], -1, out.shape[-1]), memory, swept
+    return out, memory, swept
 
 
 def _delta_block_forward(
@@ -614,7 +607,7 @@ def _delta_block_forward(
     carried = dot("nbhgtd,nbhde->nbhgte", c.q, starts)
     out = _where(None if grouped is None else grouped.cont, carried)
     out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
-    return out, memory, Swept(starts, inverse)
+    return _ungrouped(out), memory, Swept(starts, inverse)
 
 
 def delta_rule_backward(
@@ -633,8 +626,6 @@ def delta_rule_backward(
     span: int | None = SUPER_CHUNK,
 ) -> tuple[Array, Array, Array, Array, Array]:
     """Equations (17) to (21): cotangents of ``query, key, write_key, value, initial_memory``."""
-    length, heads = key.shape[1:3]
-    query, d_out = (_grouped_heads(x, heads) for x in (query, d_out))
     tokens = query, key, write_key, value
 
     def step(d_memory, tokens, segments, swept):
@@ -644,17 +635,19 @@ def delta_rule_backward(
         )
         return d_memory, gradients, None
 
-    d_initial, (d_query, *gradients), _ = _Blocks.of(length, chunk_size, span).scan(
+    d_initial, gradients, _ = _Blocks.of(key.shape[1], chunk_size, span).scan(
         step, d_memory, (*tokens, d_out), [x.shape[2:] for x in tokens], segment_ids, swept,
         dtype=policy.accumulator, reverse=True,
     )  # fmt: skip
-    return d_query.reshape(*d_query.shape[:2], -1, d_query.shape[-1]), *gradients, d_initial
+    d_query, d_key, d_write_key, d_value = gradients
+    return d_query, d_key, d_write_key, d_value, d_initial
 
 
 def _delta_block_backward(
     c: _Chunks, swept: Swept, d_o: Array, d_memory: Array, policy: numerics.Policy, sweep: Sweep
 ) -> tuple[tuple[Array, Array, Array, Array], Array]:
     dot = policy.dot_operand
+    d_o = _grouped(d_o, c.k.shape[2])
     segments, grouped = c.segments, c.grouped()
     cont = last = cont_g = None
     if segments is not None and grouped is not None:
@@ -681,4 +674,4 @@ def _delta_block_backward(
     d_a = d_a - dot("...ts,...td->...sd", d_triangle, c.k)
     d_k = _where(cont, dot("...te,...de->...td", d_residual, starts))
     d_k = -(d_k + dot("...ts,...sd->...td", d_triangle, c.a))
-    return (d_q, d_k, d_a, d_residual), d_initial
+    return (_ungrouped(d_q), d_k, d_a, d_residual), d_initial
