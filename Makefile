@@ -37,8 +37,6 @@ lint: $(call stamp,lint)
 	$(python) -m ruff check .
 	$(python) -m mypy
 
-# On a CPU XLA allocates its temporaries anew at every call: huge pages make that cheap.
-bench: export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 bench: $(call stamp,examples)
 	$(python) benchmarks/run.py $(ARGS)
 
