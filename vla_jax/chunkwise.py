@@ -142,7 +142,7 @@ def causal_sum(
 
 
 class _Blocks(NamedTuple):
-    """Tokens in blocks of ``span`` chunks."""
+    """Tokens in super-chunks, here "blocks", of at most ``span`` chunks, all of one size."""
 
     length: int
     chunk: int
@@ -154,8 +154,8 @@ class _Blocks(NamedTuple):
         """``span=None`` is one block of all chunks."""
         chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
         chunks = _num_chunks(length, chunk)
-        span = min(span or chunks, chunks)
-        return cls(length, chunk, span, _num_chunks(chunks, span))
+        blocks = _num_chunks(chunks, span or chunks)
+        return cls(length, chunk, _num_chunks(chunks, blocks), blocks)
 
     def scan(
         self,
