@@ -323,9 +323,15 @@ def test_arms_share_the_scaffold():
             assert jax.tree.map(jnp.shape, found) == shapes
 
 
-@pytest.mark.parametrize("kind", ["mesa", "published_deltanet"])
-def test_an_option_that_a_kind_lacks_is_refused(kind):
-    option = {"mesa": {"readout": "ratio"}, "published_deltanet": {"implementation": "xla"}}[kind]
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        ("mesa", {"readout": "ratio"}),
+        ("published_deltanet", {"implementation": "xla"}),
+        ("gated_deltanet", {"implementation": "pallas"}),
+    ],
+)
+def test_an_option_that_a_kind_lacks_is_refused(kind, option):
     with pytest.raises(ValueError, match=next(iter(option))):
         make(kind, **option)
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vla_jax import baselines, layer, numerics, validation
+from vla_jax import baselines, layer, numerics, primitives, validation
 from vla_jax.baselines import BaselineState
 from vla_jax.layer import LayerConfig
 from vla_jax.types import Array, DTypeLike, Implementation, PrecisionLike, Readout
@@ -30,14 +30,14 @@ class _Mixer:
       feature_map: of queries and keys.
       unit_query: whether the queries are normalised (where the keys are, and there is no ratio).
       gates: ``{argument of the function: axes}`` of what is computed from the layer's input.
-      chunkwise: whether the function takes ``implementation`` and ``precision``.
+      implementations: those that the function has; with none it takes no ``precision`` either.
     """
 
     function: Callable[..., Any]
     feature_map: Callable[[Array], Array]
     unit_query: bool = False
     gates: tuple[str, ...] = ()
-    chunkwise: bool = True
+    implementations: tuple[str, ...] = primitives.IMPLEMENTATIONS
 
 
 _RATIO = ("linear", "identity", "published_deltanet")
@@ -47,12 +47,18 @@ _MIXERS: Mapping[str, _Mixer] = {
     "linear": _Mixer(baselines.linear_attention, numerics.feature_map),
     "identity": _Mixer(baselines.identity_attention, numerics.feature_map),
     "published_deltanet": _Mixer(
-        baselines.published_deltanet, numerics.feature_map, gates=("gate",), chunkwise=False
+        baselines.published_deltanet, numerics.feature_map, gates=("gate",), implementations=()
     ),
     "deltanet": _Mixer(baselines.delta_net, jax.nn.silu, True, ("beta",)),
     # The features of VLA, to tell what they do from what the penalty does.
     "deltanet_elu": _Mixer(baselines.delta_net, numerics.feature_map, True, ("beta",)),
-    "gated_deltanet": _Mixer(baselines.gated_delta_net, jax.nn.silu, True, ("beta", "log_decay")),
+    "gated_deltanet": _Mixer(
+        baselines.gated_delta_net,
+        jax.nn.silu,
+        True,
+        ("beta", "log_decay"),
+        baselines.GATED_IMPLEMENTATIONS,
+    ),
     "mesa": _Mixer(baselines.mesa_net, jax.nn.silu, True, ("beta",)),
 }
 
@@ -175,8 +181,12 @@ class BaselineAttention(_Scaffold):
         self.kind = kind
         if kind == "mesa" and readout == "ratio":
             raise ValueError("readout must be 'none' for kind='mesa', got 'ratio'")
-        if implementation is not None and not _MIXERS[kind].chunkwise:
-            raise ValueError(f"kind={kind!r} has no implementation to choose: {implementation!r}")
+        if implementation is not None:
+            if not (known := _MIXERS[kind].implementations):
+                raise ValueError(
+                    f"kind={kind!r} has no implementation to choose, got {implementation!r}"
+                )
+            validation.choice("implementation", implementation, known)
         if readout is None:
             options["readout"] = "ratio" if kind in _RATIO else "none"
         options |= {"direction": "key", "lambda0": 1.0, "learn_lambda0": kind == "mesa"}
@@ -233,7 +243,7 @@ class BaselineAttention(_Scaffold):
             options["lambda0"] = layer.lambda0_of(config, self._parameters(), x.dtype)
         else:
             options["readout"] = config.readout
-        if mixer.chunkwise:
+        if mixer.implementations:
             options |= {"implementation": config.implementation, "precision": config.precision}
         out, core = mixer.function(
             query, key, value, **options,
