@@ -869,6 +869,8 @@ def main(experiment: Experiment) -> None:
     )
     flags.DEFINE_integer("compile_ahead", None, "Cells compiled while one trains.", 0)
     flags.DEFINE_bool("progress", True, "Show a progress bar.")
+    for flag in flags.FLAGS.get_flags_for_module(__name__):  # for the --help of the script
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flag)
     app.run(functools.partial(_main, experiment))
 
 

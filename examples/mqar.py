@@ -42,7 +42,7 @@ _NUM_HEADS = flags.DEFINE_integer("num_heads", _M.num_heads, "Heads.", lower_bou
 _NUM_LAYERS = flags.DEFINE_integer("num_layers", _M.num_layers, "Layers.", lower_bound=1)
 _FFN_DIM = flags.DEFINE_integer("ffn_dim", _M.ffn_dim, "Feed-forward width.", lower_bound=1)
 _IMPLEMENTATION = flags.DEFINE_enum(
-    "implementation", None, IMPLEMENTATIONS, "Of --model=vla; 'xla' by default."
+    "implementation", None, IMPLEMENTATIONS, "Of --model=vla; the fastest that serves by default."
 )
 _DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of --model=vla.")
 _LAMBDA0 = flags.DEFINE_float("lambda0", _M.lambda0, "Of --model=vla.", lower_bound=1e-12)

@@ -566,7 +566,8 @@ def apply(
       mask: ``[B, T]`` booleans, False for padding, anywhere: such a token is absent for the
         convolution and the memory, whatever its input holds, and its output is 0.
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes, the memory and
-        the convolution start afresh.
+        the convolution start afresh. Padding at the end takes the id before it, as in
+        ``vla_attention``.
       initial_state: the state to continue from; it belongs to the first segment.
       return_state: whether to return the state after the last token as well.
       axis_name: inside ``jax.shard_map``, the mesh axis over which T is sharded: ``x``, ``mask``

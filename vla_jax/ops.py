@@ -90,7 +90,8 @@ def vla_attention(
 
     Args:
       query: ``[B, T, Hq, D]``, feature-mapped (``vla_jax.feature_map``), not normalised. Hq is a
-        multiple of H; query head ``h`` reads the state of head ``h // (Hq / H)``.
+        multiple of H; query head ``h`` reads the state of head ``h // (Hq / H)``. For the ratio,
+        queries and keys that are not positive give any value: ``z·q`` has no sign to rely on.
       key: ``[B, T, H, D]``, feature-mapped, not normalised (the unit key is formed inside, in
         float32, from any normal numbers: XLA takes smaller ones, below 1.2e-38, for zero; the
         kernels of ``"pallas"`` and ``"triton"`` want lengths from 1e-30 to 1e30). A zero key writes
@@ -102,7 +103,8 @@ def vla_attention(
         ``docs/derivation.md``, section 2.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
-        id changes.
+        id changes, at a masked token too: padding at the end takes the id before it, or the state
+        returned is that of a segment without tokens. Under ``jit`` the order is not checked.
       mask: ``[B, T]`` booleans, False for padding: the token writes nothing and its output is 0.
       write_gain: the scale of the write key: ``"unit"`` α / ‖α‖, ``"projection"`` α / (α·k̂), which
         stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂.
