@@ -330,6 +330,22 @@ def test_keys_of_any_size(size, implementation):
         assert np.isfinite(jax.grad(lambda q, run=run: run(query=q).sum())(tokens["query"])).all()
 
 
+@pytest.mark.parametrize("size", [2e-37, 1e-20, 1, 1e20, 1e38])
+def test_normalize_forwards_at_both_ends(size):
+    """A tangent that grows with the vector gives the same one for its direction, to any order."""
+    size = np.float32(size)
+    x, t = np.float32([0.3, -1, 0.5, 0.2]), np.float32([1, 0.4, -0.2, 0.7])
+
+    def tangents(scale):
+        def first(x):
+            return jax.jvp(numerics.normalize, (x,), (t * scale,))[1]
+
+        return jax.jvp(first, (x * scale,), (t * scale,))
+
+    for found, wanted in zip(tangents(size), tangents(np.float32(1)), strict=True):
+        assert_close(found, wanted, tolerances.REORDERED32)
+
+
 @pytest.mark.parametrize("jit", [False, True])
 def test_normalize_reaches_both_ends(jit, x64):
     function = jax.value_and_grad(lambda x: numerics.normalize(x)[0])

@@ -38,11 +38,18 @@ def normalize(x: Array, axis: int = -1) -> Array:
 
 @normalize.defjvp
 def _normalize_jvp(axis, primals, tangents):
-    # In terms of the result, which everybody keeps anyway.
+    # In terms of the result, which everybody keeps anyway, and scaled as there. The barrier keeps
+    # XLA from storing the two factors, one number a vector, for every entry.
     (x,), (tangent,) = primals, tangents
     unit = normalize(x, axis)
+    _, inverse, peak, present = _scaled(x, axis)
+    away = _away(peak)
+    first, second = jax.lax.optimization_barrier(
+        (1 / (peak * away), jnp.where(present, inverse * away, 0))
+    )
+    tangent = tangent * first
     along = jnp.sum(unit * tangent, axis=axis, keepdims=True)
-    return unit, (tangent - unit * along) * inverse_norm(x, axis)
+    return unit, (tangent - unit * along) * second
 
 
 def inverse_norm(x: Array, axis: int = -1) -> Array:
@@ -56,10 +63,15 @@ def _scaled(x: Array, axis: int) -> tuple[Array, Array, Array, Array]:
     peak = jax.lax.stop_gradient(jnp.max(jnp.abs(x), axis=axis, keepdims=True))
     present = peak != 0  # not a number stays so
     peak = jnp.where(present, peak, 1)
-    away = jnp.where(peak > 1, 2**-8, 1).astype(x.dtype)  # the inverse of 1e38 is no normal number
-    scaled = jnp.where(present, x, 1) * away * (1 / (peak * away))
+    away = _away(peak)
+    scaled = jnp.where(present, x, 1) * (1 / (peak * away)) * away
     inverse = jax.lax.rsqrt(jnp.sum(scaled * scaled, axis=axis, keepdims=True))
     return scaled, inverse, peak, present
+
+
+def _away(peak: Array) -> Array:
+    """A power of two by which ``peak`` is smaller, so that its inverse is a normal number."""
+    return jnp.where(peak > 1, 2**-8, 1).astype(peak.dtype)
 
 
 def feature_map(x: Array) -> Array:
