@@ -215,7 +215,10 @@ def interrupt_in(monkeypatch):
 
         monkeypatch.setattr(training, "batch", batch)
 
-    return arrange
+    # A job in the background of a script starts with Ctrl-C ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield arrange
+    signal.signal(signal.SIGINT, before)
 
 
 def test_result(uninterrupted):
