@@ -136,8 +136,10 @@ def main(argv: list[str]) -> None:
     except KeyboardInterrupt:
         print(f"\nInterrupted after step {run.step}; the same command goes on from the checkpoint.")
         sys.exit(130)
-    except jax.errors.JaxRuntimeError as error:
-        if jax.process_count() == 1:
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # A collective that fails while it is started raises a ValueError.
+        lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)
+        if jax.process_count() == 1 or not lost:
             raise
         print(
             f"mqar: process {jax.process_index()} lost another one after step {run.step}; started "
