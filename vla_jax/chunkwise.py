@@ -123,8 +123,8 @@ def causal_sum(
     batch, length, *rest = x.shape
     chunk = min(DEFAULT_CHUNK_SIZE, length)
     n = _num_chunks(length, chunk)
-    x = jnp.pad(x.astype(policy.accumulator), [(0, 0), (0, n * chunk - length), (0, 0), (0, 0)])
-    x = x.reshape(batch, n, chunk, -1)  # all heads in one product: as they lie, without a copy
+    # All heads in one product: as they lie, without a copy.
+    x = _padded(x.astype(policy.accumulator), n, chunk).reshape(batch, n, chunk, -1)
     before = jnp.broadcast_to(jnp.tri(chunk, dtype=x.dtype), (batch, n, chunk, chunk))
     cont = keep = None
     segments = _segments(segment_ids, n, chunk)
