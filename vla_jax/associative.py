@@ -58,7 +58,7 @@ def sweep(
     factor, term = _affine_scan(factor, term, dot, reverse)
     states = dot("...ij,...jk->...ik", factor, initial[None]) + term
     starts, final = _exclusive(initial, states, reverse)
-    return starts, inner - policy.dot_operand("...td,...de->...te", right, starts), final
+    return starts, inner - dot("...td,...de->...te", right, starts), final
 
 
 def running_sum(

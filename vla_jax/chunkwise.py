@@ -510,8 +510,8 @@ def sweep(
 
     def step(state, inputs):
         left, right, inner, outer, kept = inputs
-        inner = inner - policy.dot_operand("...td,...de->...te", right, state)
-        new = _where(kept, state) + policy.dot_operand("...td,...te->...de", left, inner)
+        inner = inner - policy.dot("...td,...de->...te", right, state)
+        new = _where(kept, state) + policy.dot("...td,...te->...de", left, inner)
         return (new if outer is None else new + outer), (state, inner)
 
     chunks = left, right, inner, outer, keep

@@ -1,6 +1,6 @@
 """Every implementation on this machine's GPU against the float64 oracle, and the pitfalls of GPUs.
 
-    python tests/gpu/run.py [--parts cases,table,decode,pitfalls,timing] [--implementations ...]
+    python tests/gpu/run.py [--parts cases,long,table,...] [--implementations ...]
 
 Prints one line a check and ends with a non-zero status if any failed. Inputs are rounded to
 bfloat16 once, so that float32 and bfloat16 runs share one oracle, which runs in other processes
@@ -30,9 +30,11 @@ import numpy as np  # noqa: E402
 import oracle  # noqa: E402
 
 STATE = ("memory", "penalty", "key_sum")
-PARTS = ("cases", "table", "decode", "pitfalls", "timing")
+PARTS = ("cases", "long", "table", "decode", "transforms", "pitfalls", "timing")
 # Relative root mean square: (values, gradients).
 TOLERANCE = {"float32": (1e-4, 4e-4), "bfloat16": (2e-2, 2e-2)}
+# The kernels' error in bfloat16 over that of plain JAX, at most.
+AGAINST_XLA = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +82,9 @@ PROBLEMS = (
     Problem("T1000 lambda0 1e-3", 1000, 64, 64, lambda0=1e-3),
     Problem("T1000 lambda0 1e3", 1000, 64, 64, lambda0=1e3),
 )
+# Of the chunkwise paths alone: one launch for all tokens is for short sequences.
+LONG = (Problem("T65536", 65536, 64, 64, heads=1),)
+CHUNKWISE = ("xla", "pallas")
 TABLE = tuple(
     Problem(f"table d{d}", 200, d, d, segments=True, initial=True) for d in (16, 32, 64, 128, 256)
 )
@@ -234,10 +239,11 @@ class Run:
                 command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
             )
         problems = [*(PROBLEMS if "cases" in self.parts else ())]
+        problems += LONG if "long" in self.parts else ()
         problems += TABLE if "table" in self.parts else ()
         problems = [p for p in problems if self.wanted(p.name)]
         self.compare(problems)
-        for part in ("decode", "pitfalls", "timing"):
+        for part in ("decode", "transforms", "pitfalls", "timing"):
             if part in self.parts:
                 getattr(self, part)()
         if selftest is not None:
@@ -325,9 +331,11 @@ class Run:
                     self.require(implementation, max(p.dim, p.value_dim))
                 except NotImplementedError:
                     continue
+                if p in LONG and implementation not in CHUNKWISE:
+                    continue
                 dtypes = ["float32", "bfloat16"]
-                if implementation == "xla":  # plain JAX, tested elsewhere: for comparison
-                    dtypes = dtypes if p.name in ("T1000 cond 1e4", "T1000 equal keys") else []
+                if implementation == "xla" and p not in LONG:  # tested elsewhere: for comparison
+                    dtypes = ["bfloat16"]
                 jobs += [(p, implementation, dtype) for dtype in dtypes]
         spawn = multiprocessing.get_context("spawn")
         with (
@@ -337,6 +345,7 @@ class Run:
             slow_first = sorted(problems, key=lambda p: -p.length * p.dim**2)
             wanted = {p: oracles.submit(expected, p) for p in slow_first}
             compiled = {j: threads.submit(self.compile, j[1], j[0], j[2]) for j in jobs}
+            found = {}
             for job in jobs:
                 p, implementation, dtype = job
 
@@ -345,9 +354,16 @@ class Run:
                     worst, words = self.errors(
                         function(*arrays), wanted[p].result(), dtype, p.slack
                     )
+                    found[job] = worst
                     return worst <= 1, f"{worst:7.3f} of tolerance: {words}"
 
                 self.guarded(f"{implementation:9} {dtype:8} {p.name}", check)
+        for p in problems:
+            pair = [found.get((p, name, "bfloat16")) for name in ("pallas", "xla")]
+            if None not in pair:
+                ratio = pair[0] / pair[1]
+                detail = f"{ratio:.2f} of the largest error of xla"
+                self.report(f"pallas against xla, bfloat16 {p.name}", ratio <= AGAINST_XLA, detail)
 
     # --- decoding --------------------------------------------------------------------------------
 
@@ -398,6 +414,70 @@ class Run:
 
                 which = "kernel" if kernel else "vla_step"
                 self.guarded(f"decode d{dim} {which}", check)
+
+    # --- transformations --------------------------------------------------------------------------
+
+    def transforms(self):
+        for name in [n for n in self.implementations if n in ("pallas", "triton")]:
+            for check in (self.exported, self.mapped_over_devices, self.rematerialised):
+                self.guarded(f"{check.__name__} {name}", check, name)
+
+    def transformed(self, name, transform):
+        """(values and gradients of a call, of its transform, of both the largest difference)."""
+        p = Problem("", 100, 32, 24, batch=2, segments=True)
+        inputs, cotangents, segment_ids = self.arrays(p, "bfloat16")
+        arrays = [inputs[n] for n in ("query", "key", "value", "direction")]
+        cotangent = cotangents["out"].astype("bfloat16")
+
+        def attend(*arrays):
+            return self.vla.vla_attention(*arrays, segment_ids=segment_ids, implementation=name)
+
+        def both(attend):
+            def run(*arrays):
+                out, pull = self.jax.vjp(attend, *arrays)
+                return out, pull(cotangent)
+
+            return run
+
+        want = self.jax.jit(both(attend))(*arrays)
+        got = transform(attend, both, arrays)
+        equal = all(
+            bool((g == w).all())
+            for g, w in zip(self.jax.tree.leaves(got), self.jax.tree.leaves(want), strict=True)
+        )
+        return equal, "bitwise equal" if equal else "differs"
+
+    def exported(self, name):
+        """Written to bytes and read again, with the documented checks off."""
+        from vla_jax.pallas import export_checks
+
+        export = self.jax.export
+
+        def transform(attend, both, arrays):
+            function = self.jax.jit(both(attend))
+            data = export.export(function, disabled_checks=export_checks())(*arrays).serialize()
+            return export.deserialize(data).call(*arrays)
+
+        return self.transformed(name, transform)
+
+    def mapped_over_devices(self, name):
+        """Inside shard_map, with its check of replication."""
+        jax = self.jax
+        mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+        spec = jax.sharding.PartitionSpec("data")
+
+        def transform(attend, both, arrays):
+            sharded = jax.shard_map(attend, mesh=mesh, in_specs=spec, out_specs=spec)
+            return jax.jit(both(sharded))(*arrays)
+
+        return self.transformed(name, transform)
+
+    def rematerialised(self, name):
+        """Under jax.checkpoint."""
+        return self.transformed(
+            name,
+            lambda attend, both, arrays: self.jax.jit(both(self.jax.checkpoint(attend)))(*arrays),
+        )
 
     # --- pitfalls --------------------------------------------------------------------------------
 

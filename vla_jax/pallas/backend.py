@@ -25,6 +25,8 @@ INTERPRET = "VLA_JAX_PALLAS_INTERPRET"
 MIN_COMPUTE_CAPABILITY = 8.0
 MAX_DIM = 256
 MAX_ELEMENTS = 2**31  # kernels index with 32 bits
+# Of Pallas through Triton and of jax-triton.
+_CUSTOM_CALLS = ("__gpu$xla.gpu.triton", "triton_kernel_call", "triton_kernel_call_ffi")
 TINY = 2.0**-126  # the smallest normal float32
 
 # Tile sizes and launch parameters: (device kind or None for any, primitive, largest D it is for).
@@ -222,6 +224,15 @@ def check_elements(name: str, arrays: Any) -> None:
                 f"{name}: an array of shape {list(x.shape)} has 2**31 elements or more; "
                 "split the batch"
             )
+
+
+def export_checks() -> list[jax.export.DisabledSafetyCheck]:
+    """What ``jax.export`` must be told to serialise a program with these kernels.
+
+    Their custom calls hold Triton code, of which JAX does not promise that another version of
+    jaxlib reads it: export and load with the same one. Pass the list as ``disabled_checks``.
+    """
+    return [jax.export.DisabledSafetyCheck.custom_call(name) for name in _CUSTOM_CALLS]
 
 
 def fold_batch(function: Callable) -> Callable:

@@ -396,7 +396,10 @@ def _sweep_kernel(r, *, s: _Shape, c: _Config, width: int, span: int, reverse: b
         mask = segments.cont() if reverse else segments.last()
         if "norm" in r:
             x *= r["norm"][stream, here][:, None]
-        state = segments.keep(state) + dot(left, _where(mask, x).astype(c.work), trans_a=True)
+        x = _where(mask, x).astype(c.work)
+        state = segments.keep(state) + dot(left, x, trans_a=True)
+        if "left_rest" in r:
+            state += dot(r["left_rest"][batch, here, head, :], x, trans_a=True)
         if "outer" in r:
             state += r["outer"][stream, n, :, columns].astype(jnp.float32)
         if sums:
@@ -453,7 +456,7 @@ def _sweep(s: _Shape, c: _Config, params, *, reverse, segments, initial, initial
     else:
         zeros = dict(initial=jnp.zeros(*state), initial_sum=jnp.zeros(*total) if sums else None)
         ends = launch(arrays | zeros, dict(final=state, final_sum=total), width, blocks)
-        linear = {n: arrays[n] for n in ("left", "right", "norm") if n in arrays}
+        linear = {n: x for n, x in arrays.items() if n in ("left", "left_rest", "right", "norm")}
         square = (s.streams, supers, s.dim, s.dim), jnp.float32
         map_width = min(s.dim, params["sweep_width"])
         f = launch(linear, dict(final=square), map_width, s.dim // map_width)["final"]
@@ -592,9 +595,14 @@ def _pull_kernel(r, *, s: _Shape, c: _Config, width: int, slab: int):
     def _():
         if c.ratio:
             r["d_key_sums"][stream, n, :] = total
+        last = segments.last()
         for cut in slabs:
-            a = _where(segments.last(), r["write_key"][batch, here, head, cut].astype(c.work))
-            r["t_write"][stream, here, cut] = dot(inverse, a, trans_a=True).astype(c.work)
+            a = _where(last, r["write_key"][batch, here, head, cut].astype(c.work))
+            x = dot(inverse, a, trans_a=True)
+            if "write_rest" in r:
+                a = _where(last, r["write_rest"][batch, here, head, cut])
+                x += dot(inverse, a, trans_a=True)
+            r["t_write"][stream, here, cut] = x.astype(c.work)
 
 
 def _pull(s: _Shape, c: _Config, params, **inputs):
@@ -692,7 +700,7 @@ def _grads(s: _Shape, c: _Config, params, **inputs):
         dict(
             d_query=(query.shape, query.dtype),
             d_key=(key.shape, key.dtype),
-            d_write_key=(write_key.shape, write_key.dtype),
+            d_write_key=(write_key.shape, jnp.float32),
             d_raw_key=(key.shape, key.dtype) if c.ratio else None,
         ),
         warps=params["grads_warps"],
@@ -799,6 +807,7 @@ def forward(
     eps: float = 1e-6,
     precision=None,
     params: Mapping[str, Any] | None = None,
+    write_rest: Array | None = None,
     save_residuals: bool = True,
 ) -> tuple[Array, Array, Array | None, Residuals | None]:
     """``S ← S + a (v − Sᵀ k)ᵀ``, ``o = Sᵀ q`` over tokens; equations (10) to (13).
@@ -813,6 +822,8 @@ def forward(
       initial_key_sum: ``[B, H, D]`` or None, which is zeros.
       precision: a ``jax.lax`` precision; ``HIGHEST`` means float32-accurate products.
       params: overrides of the table of parameters.
+      write_rest: ``[B, T, H, D]``, what rounding took from ``write_key``, or None. The state adds it
+        up: in 16 bits the rounding of each write points anywhere, and what keys seldom reach keeps it.
       save_residuals: whether a backward is to follow.
 
     Returns:
@@ -822,6 +833,7 @@ def forward(
     s, c, params = call.shape, call.config, call.params
     dtype = query.dtype
     query, key, write_key = (call.tokens(x, s.dim) for x in (query, key, write_key))
+    rest = call.tokens(write_rest, s.dim)
     value = call.tokens(value, s.value_dim)
     segments = _padded_segments(segment_ids, s)
     solved = _solve(s, c, key, write_key, value, segments, params)
@@ -834,6 +846,7 @@ def forward(
         initial=call.state(initial_memory),
         initial_sum=call.sum(initial_key_sum) if c.ratio else None,
         left=write_key,
+        left_rest=rest,
         right=solved["t_key"],
         inner=solved["t_value"],
         key_sums=solved.get("key_sums"),
@@ -887,8 +900,11 @@ def backward(
     eps: float = 1e-6,
     precision=None,
     params: Mapping[str, Any] | None = None,
+    write_rest: Array | None = None,
 ) -> tuple[Array, Array, Array | None, Array, Array, Array, Array | None]:
     """Cotangents from those of ``out``, ``memory`` and ``key_sum``; equations (17) to (21).
+
+    The one of ``write_key`` is float32 whatever that is: the solve takes it on from here.
 
     Returns:
       ``(d_query, d_normalized_key, d_raw_key, d_write_key, d_value, d_initial_memory,
@@ -901,6 +917,7 @@ def backward(
     s, c, params = call.shape, call.config, call.params
     value_dtype = value.dtype
     query, key, write_key = (call.tokens(x, s.dim) for x in (query, key, write_key))
+    rest = call.tokens(write_rest, s.dim)
     d_out, out = (call.tokens(x, s.value_dim) for x in (d_out, residuals.out))
     segments = _padded_segments(segment_ids, s)
     pulled = _pull(
@@ -909,6 +926,7 @@ def backward(
         params,
         query=query,
         write_key=write_key,
+        write_rest=rest,
         d_out=d_out,
         out=out,
         weight=residuals.weight,
