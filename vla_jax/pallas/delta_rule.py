@@ -822,8 +822,8 @@ def forward(
       initial_key_sum: ``[B, H, D]`` or None, which is zeros.
       precision: a ``jax.lax`` precision; ``HIGHEST`` means float32-accurate products.
       params: overrides of the table of parameters.
-      write_rest: ``[B, T, H, D]``, what rounding took from ``write_key``, or None. The state adds it
-        up: in 16 bits the rounding of each write points anywhere, and what keys seldom reach keeps it.
+      write_rest: ``[B, T, H, D]``, what rounding took from ``write_key``, or None. The rounding of
+        a write points anywhere, and what later keys seldom reach adds up.
       save_residuals: whether a backward is to follow.
 
     Returns:
