@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ngrams import NGrams
+from ngrams import NGrams, lookup
 
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention
@@ -262,14 +262,14 @@ class Model(nnx.Module):
         if axis_name is not None and (mask is not None or initial_state or return_state):
             raise ValueError("axis_name does not go with mask, initial_state and return_state")
         start = None if initial_state is None else initial_state.position
-        x = self.tokens(ids)
+        x = lookup(self.tokens, ids)
         if self.positions is not None:
             if segment_ids is not None:
                 raise ValueError("segment_ids need max_length=None in ModelConfig: no positions")
             numbers = self._numbers(length, mask, start)
             if axis_name is not None:
                 numbers = numbers + jax.lax.axis_index(axis_name) * length
-            x = x + self.positions(numbers)
+            x = x + lookup(self.positions, numbers)
         history = None
         if self.ngrams is not None:
             if axis_name is not None:
@@ -312,9 +312,9 @@ class Model(nnx.Module):
 
     def step(self, token: jax.Array, state: ModelState) -> tuple[jax.Array, ModelState]:
         """One token id for each sequence, ``[B]``: ``(logits [B, vocab_size], state)``."""
-        x = self.tokens(token)
+        x = lookup(self.tokens, token)
         if self.positions is not None:
-            x = x + self.positions(state.position)
+            x = x + lookup(self.positions, state.position)
         history = None
         if self.ngrams is not None:
             strings, history = self.ngrams.step(token, state.history)

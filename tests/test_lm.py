@@ -528,6 +528,28 @@ def test_a_training_step_in_bfloat16(trained, folder):
     assert found["bfloat16"] != found[None]
 
 
+def test_embedding_gradient_of_frequent_tokens_in_bfloat16():
+    """A sum of thousands of cotangents, which in 16 bits would end after the first few."""
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (2, 2048)))
+    sizes = {"vocab_size": 16, "d_model": 32, "num_heads": 2, "num_layers": 1, "ffn_dim": 32}
+    found = {}
+    for dtype in (None, "bfloat16"):
+        config = ModelConfig(
+            "linear", max_length=None, ngrams=2, ngram_bits=1, dtype=dtype, **sizes
+        )
+        graphdef, params = nnx.split(Model(config, nnx.Rngs(0)))
+
+        def loss(params, graphdef=graphdef):
+            logits = nnx.merge(graphdef, params)(ids)
+            return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - logits[..., 1])
+
+        gradient = jax.jit(jax.grad(loss))(params)
+        found[dtype] = [gradient["tokens"]["embedding"], gradient["ngrams"]["rows"]["embedding"]]
+    for narrow, wide in zip(found["bfloat16"], found[None], strict=True):
+        narrow, wide = np.asarray(narrow[...]), np.asarray(wide[...])
+        assert np.linalg.norm(narrow - wide) < 0.03 * np.linalg.norm(wide)
+
+
 def test_equal_parameters_of_every_mixer():
     config = ModelConfig(layers=("vla",) * 3, num_layers=3, **{**SIZES, "d_model": 32})
     count = parameter_count(config)
