@@ -350,7 +350,7 @@ def table(rows):
 
 
 def plot(rows, path):
-    """Time against T, log-log, one line an implementation."""
+    """Time of a token against T, log-log, one line an implementation: level is linear in T."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -359,17 +359,15 @@ def plot(rows, path):
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharex=True)
     kinds = sorted({(r.implementation, r.dim) for r in rows if r.forward_ms is not None})
     for index, (name, dim) in enumerate(kinds):
-        mine = sorted(
-            (r.length, r.forward_ms, r.both_ms)
-            for r in rows
-            if (r.implementation, r.dim) == (name, dim) and r.forward_ms is not None
-        )
+        timed = [r for r in rows if (r.implementation, r.dim) == (name, dim) and r.forward_ms]
+        times = ((r.forward_ms, r.both_ms, 1e6 / (r.batch * r.length), r.length) for r in timed)
+        mine = sorted((t, forward * each, both * each) for forward, both, each, t in times)
         style = {"marker": "os^Dv<>pX*"[index % 10], "color": f"C{index % 10}"}
         for axis, column in zip(axes, (1, 2), strict=True):
             axis.plot([m[0] for m in mine], [m[column] for m in mine], **style)
         axes[0].lines[-1].set_label(f"{name}, D={dim}")
     for axis, title in zip(axes, ("forward", "forward + backward"), strict=True):
-        axis.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="ms", title=title)
+        axis.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="ns a token", title=title)
         axis.grid(alpha=0.3, which="both")
     if kinds:
         axes[0].legend(fontsize=7)

@@ -842,7 +842,7 @@ def plot_outcomes(
         one.set_xticks(ticks, [f"{s:g}" for s in ticks])
         one.minorticks_off()
         one.grid(alpha=0.3)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside right upper", fontsize="small")
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize="small")
     title = f"{experiment.name}, {preset} preset"
     if experiment.published.get(preset):
         title += " (hollow: as published)"
