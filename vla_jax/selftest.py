@@ -9,9 +9,11 @@ implementation that ``implementation=None`` chooses is wrong, 0 otherwise.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
+from concurrent import futures
 from typing import Any
 
 import jax
@@ -161,8 +163,13 @@ def _apply(case: Case, implementation: str, inputs: dict[str, Any], rest: dict[s
     return out, (final.memory, final.penalty, final.key_sum)
 
 
-def _evaluate(case: Case, implementation: str, drawn: Any) -> tuple[Any, dict[str, Array]]:
-    """``((out, state), gradients)`` of one implementation, by one jitted call."""
+def _compile(
+    pool: futures.Executor, case: Case, implementation: str, drawn: Any
+) -> futures.Future[Any]:
+    """A program for ``((out, state), gradients)``: traced now, compiled beside others.
+
+    What tracing raises, the future raises.
+    """
 
     @jax.jit
     def run(inputs, rest):
@@ -171,7 +178,12 @@ def _evaluate(case: Case, implementation: str, drawn: Any) -> tuple[Any, dict[st
         cotangents = jax.tree.map(lambda y: jax.random.normal(next(keys), y.shape, y.dtype), values)
         return values, pullback(cotangents)[0]
 
-    return run(*drawn)
+    try:
+        return pool.submit(run.lower(*drawn).compile)
+    except Exception as error:
+        failed: futures.Future[Any] = futures.Future()
+        failed.set_exception(error)
+        return failed
 
 
 def _chosen(case: Case, inputs: dict[str, Array]) -> str:
@@ -196,13 +208,20 @@ def _difference(actual: Array, expected: Array) -> float:
     return float(np.linalg.norm(wide - wanted) / (scale if scale else 1.0))
 
 
-def _compare(implementation: str, case: Case, dtype: str, drawn: Any, expected: Any) -> Result:
+def _compare(
+    implementation: str,
+    case: Case,
+    dtype: str,
+    drawn: Any,
+    expected: Any,
+    program: futures.Future[Any],
+) -> Result:
     def result(**fields: Any) -> Result:
         chosen = implementation == _chosen(case, drawn[0])
         return Result(implementation, case.name, dtype, chosen=chosen, **fields)
 
     try:
-        actual = jax.block_until_ready(_evaluate(case, implementation, drawn))
+        actual = jax.block_until_ready(program.result()(*drawn))
     except (NotImplementedError, ImportError) as error:
         return result(message=str(error), served=False)
     except Exception as error:  # a compiler or a kernel may fail in any way: that is a result
@@ -248,11 +267,22 @@ def run(
         if dtype not in TOLERANCES:
             raise ValueError(f"dtype must be one of {tuple(TOLERANCES)}, got {dtype!r}")
     results = []
-    for case in cases:
-        for dtype in case.dtypes if dtypes is None else dtypes:
-            drawn = _draw(case, dtype)
-            expected = _evaluate(case, "reference", drawn)
-            results += [_compare(name, case, dtype, drawn, expected) for name in implementations]
+    with futures.ThreadPoolExecutor() as pool:
+        calls = []
+        for case in cases:
+            for dtype in case.dtypes if dtypes is None else dtypes:
+                drawn = _draw(case, dtype)
+                programs = {
+                    name: _compile(pool, case, name, drawn)
+                    for name in ("reference", *implementations)
+                }
+                calls.append((case, dtype, drawn, programs))
+        for case, dtype, drawn, programs in calls:  # one after the other: only compiling is slow
+            expected = programs["reference"].result()(*drawn)
+            results += [
+                _compare(name, case, dtype, drawn, expected, programs[name])
+                for name in implementations
+            ]
     return results
 
 
@@ -312,4 +342,9 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(
+        prog="python -m vla_jax.selftest",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    ).parse_args()
     sys.exit(main())
