@@ -474,16 +474,14 @@ def _decayed_chunks(
     """
     length, heads = key.shape[1:3]
     chunk = min(chunk_size or chunkwise.DEFAULT_CHUNK_SIZE, length)
-    n = chunkwise._num_chunks(length, chunk)
+    n = chunkwise._ceil_div(length, chunk)
     dtype, dot = policy.accumulator, policy.dot
     segments = chunkwise._segments(segment_ids, n, chunk)
     q, k, a, v, log_a = (
         chunkwise._split(x, n, chunk, dtype)
         for x in (reference.grouped(query, heads), key, write_key, value, log_decay[..., None])
     )
-    cont = last = keep = None
-    if segments is not None:
-        cont, last, keep = segments.cont, segments.last, segments.keep
+    cont, last, keep = chunkwise._masks(segments)
     g = jnp.cumsum(log_a, axis=-2)  # [N, B, H, C, 1]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
     gamma = jnp.exp(jnp.where(lower, g - jnp.swapaxes(g, -1, -2), 0))

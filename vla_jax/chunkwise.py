@@ -94,8 +94,13 @@ def _by_sequence(x: Array) -> Array:
     return jnp.swapaxes(jnp.moveaxis(x, -2, 2), 0, 1)
 
 
-def _num_chunks(length: int, chunk: int) -> int:
-    return -(-length // chunk)
+def _masks(segments: Segments | None) -> tuple[Array | None, Array | None, Array | None]:
+    """``cont``, ``last`` and ``keep``; None, which masks nothing, where there are no segments."""
+    return (None,) * 3 if segments is None else (segments.cont, segments.last, segments.keep)
+
+
+def _ceil_div(length: int, size: int) -> int:
+    return -(-length // size)
 
 
 # --- running sums ------------------------------------------------------------------------------
@@ -122,7 +127,7 @@ def causal_sum(
     """``z_t = z_0 + Σ_{s≤t} x_s`` within segments: ``([B, T, H, D], the last [B, H, D])``."""
     batch, length, *rest = x.shape
     chunk = min(DEFAULT_CHUNK_SIZE, length)
-    n = _num_chunks(length, chunk)
+    n = _ceil_div(length, chunk)
     # All heads in one product: as they lie, without a copy.
     x = _padded(x.astype(policy.accumulator), n, chunk).reshape(batch, n, chunk, -1)
     before = jnp.broadcast_to(jnp.tri(chunk, dtype=x.dtype), (batch, n, chunk, chunk))
@@ -153,9 +158,9 @@ class _Blocks(NamedTuple):
     def of(cls, length: int, chunk_size: int | None, span: int | None = SUPER_CHUNK) -> _Blocks:
         """``span=None`` is one block of all chunks."""
         chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
-        chunks = _num_chunks(length, chunk)
-        blocks = _num_chunks(chunks, span or chunks)
-        return cls(length, chunk, _num_chunks(chunks, blocks), blocks)
+        chunks = _ceil_div(length, chunk)
+        blocks = _ceil_div(chunks, span or chunks)
+        return cls(length, chunk, _ceil_div(chunks, blocks), blocks)
 
     def scan(
         self,
@@ -242,9 +247,7 @@ def _apply(
     inverse: Array, r: Array, w: Array, segments: Segments | None, lam: Array, dot: Callable
 ) -> tuple[Array, Array]:
     """Equations (9) and (8): ``A r`` of every token of a chunk, and ``A`` after the chunk."""
-    cont = last = keep = None
-    if segments is not None:
-        cont, last, keep = segments.cont, segments.last, segments.keep
+    cont, last, keep = _masks(segments)
     overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
     solution = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
     solution = solution - dot("...ts,...sd->...td", overlap, w)
@@ -276,10 +279,7 @@ def penalty_solve_forward(
     # The penalty where each super-chunk starts.
     size = cut.span * cut.chunk
     u = _split(direction, cut.blocks, size, dtype)
-    last = keep = None
-    segments = _segments(segment_ids, cut.blocks, size)
-    if segments is not None:
-        last, keep = segments.last, segments.keep
+    _, last, keep = _masks(_segments(segment_ids, cut.blocks, size))
     gram = dot("...td,...te->...de", _where(last, u), u)
     starts, penalty = running_sum(gram, keep, initial_penalty)
     matrix = numerics.regularised(starts, lambda0)
@@ -415,9 +415,7 @@ def _pull(
 
     def step(later, tokens, segments, _):
         u, alpha, beta = tokens
-        cont = last = keep = None
-        if segments is not None:
-            cont, last, keep = segments.cont, segments.last, segments.keep
+        cont, last, keep = _masks(segments)
         outer = dot("...td,...te->...de", _where(cont, beta), alpha)
         outer = outer + jnp.swapaxes(outer, -1, -2)
         sums, later = running_sum(outer, keep, later, reverse=True)
@@ -543,9 +541,7 @@ class _Chunks(NamedTuple):
 
     @classmethod
     def of(cls, q: Array, k: Array, a: Array, v: Array, segments: Segments | None) -> _Chunks:
-        cont = last = keep = None
-        if segments is not None:
-            cont, last, keep = segments.cont, segments.last, segments.keep
+        cont, last, keep = _masks(segments)
         q = _grouped(q, k.shape[2])
         return cls(q, k, a, v, _where(cont, k), _where(last, a), segments, keep)
 
@@ -649,9 +645,8 @@ def _delta_block_backward(
     dot = policy.dot_operand
     d_o = _grouped(d_o, c.k.shape[2])
     segments, grouped = c.segments, c.grouped()
-    cont = last = cont_g = None
-    if segments is not None and grouped is not None:
-        cont, last, cont_g = segments.cont, segments.last, grouped.cont
+    cont, last, _ = _masks(segments)
+    cont_g, *_ = _masks(grouped)
 
     starts, inverse = swept
     t_key, t_value = (policy.dot("...ts,...sd->...td", inverse, x) for x in (c.k_cont, c.v))
