@@ -94,7 +94,8 @@ class Policy:
 
     Attributes:
       accumulator: dtype of the state, of every factorisation and of accumulation.
-      operand: dtype to which the operands of the delta rule's products are rounded.
+      operand: dtype to which the operands of the delta rule's products within a chunk are rounded;
+        what goes from chunk to chunk is multiplied in ``accumulator``.
       precision: ``jax.lax`` precision of the products on ``accumulator`` operands.
       requested: the precision that the caller asked for, None for the default above; for kernels,
         which have arithmetic of their own to choose from.
