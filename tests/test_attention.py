@@ -82,28 +82,30 @@ def test_float32_long_and_ill_conditioned(implementation):
     assert_matches(primals, gradients, reference, tolerances.FLOAT32, tolerances.FLOAT32_GRADIENT)
 
 
-def test_bfloat16(implementation):
-    case = Case(2, 100, 2, 2, 16, 32, segments="random")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits(implementation, dtype):
+    """Padding too: a cotangent over ``eps`` there is more than float16 holds."""
+    case = Case(2, 100, 2, 2, 16, 32, segments="random", mask="left")
     call = draw(case)
-    rounded = {n: np.asarray(cast(call[n], jnp.bfloat16)) for n in ("query", "key", "value")}
-    rounded["direction"] = np.asarray(cast(call["direction"], jnp.bfloat16))
+    rounded = {n: np.asarray(cast(call[n], dtype)) for n in ("query", "key", "value")}
+    rounded["direction"] = np.asarray(cast(call["direction"], dtype))
     call = {**call, **{n: x.astype(np.float64) for n, x in rounded.items()}}
     cotangents = draw_cotangents(call)
     (out, state), expected_gradients = oracle_value_and_gradients(call, cotangents)
 
     inputs, rest = split_call(call)
-    inputs = {n: x if n == "lambda0" else cast(x, jnp.bfloat16) for n, x in inputs.items()}
+    inputs = {n: x if n == "lambda0" else cast(x, dtype) for n, x in inputs.items()}
     run = value_and_pullback(implementation=implementation)
-    cotangents = (cast(cotangents[0], jnp.bfloat16), cast(cotangents[1], jnp.float32))
+    cotangents = (cast(cotangents[0], dtype), cast(cotangents[1], jnp.float32))
     primals, gradients = run(cast({"lambda0": 0.1}, jnp.float32) | inputs, rest, cotangents)
-    assert primals[0].dtype == jnp.bfloat16
+    assert primals[0].dtype == dtype
     assert all(x.dtype == jnp.float32 for x in primals[1])
     assert_rms_close(primals[0], out, tolerances.BFLOAT16_RMS, "out")
     for name, x, y in zip(STATE, primals[1], state, strict=True):
         assert_rms_close(x, y, tolerances.BFLOAT16_RMS, name)
     for name, x in gradients.items():
         if name != "lambda0":
-            assert x.dtype == jnp.bfloat16, name
+            assert x.dtype == dtype, name
         assert_rms_close(x, expected_gradients[name], tolerances.BFLOAT16_RMS, name)
 
 

@@ -214,6 +214,14 @@ def test_checks_of_shape_hold_under_jit():
         jax.jit(vla_jax.vla_attention)(**good(), mask=ones(B, T + 1, dtype=bool))
 
 
+def test_segment_ids_beyond_int32():
+    """They would merge; JAX arrays have them in x64 mode."""
+    with jax.enable_x64(True):
+        for ids in (jnp.array([[0, 0, 2**32]] * B), np.array([[0, 0, 2**31]] * B)):
+            with pytest.raises(ValueError, match="segment_ids must fit in int32, got 0 to"):
+                vla_jax.vla_attention(**good(), segment_ids=ids)
+
+
 def test_values_are_checked_only_where_concrete():
     """Traced lambda0 and segment_ids cannot be checked and must not fail."""
     ids = jnp.zeros((B, T), jnp.int32)

@@ -178,11 +178,18 @@ def test_what_none_means(monkeypatch):
     assert seen.pop() == "pallas"
     jax.jit(lambda x: seen.append(primitives.best(x, chunk_size=16)))(x)
     jax.jit(lambda x: seen.append(primitives.best(x.astype(jnp.int8))))(x)  # none of the kernels'
+
+    def with_direction(x):
+        options = {"implementation": None, "chunk_size": None, "precision": None}
+        direction = (x.astype(jnp.float8_e4m3fn),)
+        seen.append(primitives.configure(x, others=direction, **options).implementation)
+
+    jax.jit(with_direction)(x)
     with jax.default_device("cpu"):
         jax.jit(lambda x: seen.append(primitives.best(x)))(x)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
     jax.jit(lambda x: seen.append(primitives.best(x)))(x)
-    assert seen == ["xla"] * 4
+    assert seen == ["xla"] * 5
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     inside = jax.shard_map(
         lambda x: x * (seen.append(primitives.best(x)) is None),

@@ -152,14 +152,17 @@ def policy(*inputs: Array, precision: PrecisionLike = None) -> Policy:
 
     float32 and float64 inputs: float32- (float64-) accurate products unless ``precision`` asks for
     less. 16-bit inputs: the solve runs in tf32 where the device has it, the delta rule's operands
-    are rounded to the inputs' own dtype, and everything accumulates in float32.
+    are rounded to bfloat16 if the inputs are, and everything accumulates in float32. float16 has
+    too few exponents for the cotangents of a ratio, which are divided by a small ``z·q``.
     """
     dtypes = [jnp.dtype(x.dtype) for x in inputs]
     accumulator = accumulator_dtype(*dtypes)
     half = all(d.itemsize == 2 for d in dtypes)
     operand = jnp.result_type(*dtypes) if half else accumulator
     if half and operand.itemsize > 2:  # bfloat16 beside float16: no common 16-bit dtype
-        half, operand = False, accumulator
+        half = False
+    if operand != jnp.bfloat16:
+        operand = accumulator
     requested = precision_of(precision)
     default = jax.lax.Precision.HIGH if half else jax.lax.Precision.HIGHEST
     return Policy(

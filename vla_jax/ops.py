@@ -160,8 +160,9 @@ def checked(
     if direction is not None:
         direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
     config = primitives.configure(
-        query, key, value, implementation=implementation, chunk_size=chunk_size, precision=precision
-    )
+        query, key, value, others=() if direction is None else (direction,),
+        implementation=implementation, chunk_size=chunk_size, precision=precision,
+    )  # fmt: skip
     dtype = config.policy.accumulator
     arrays = (
         query,

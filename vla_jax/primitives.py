@@ -52,10 +52,12 @@ def configure(
     chunk_size: int | None,
     precision: PrecisionLike,
     operation: str = "vla_attention",
+    others: tuple[Array, ...] = (),
 ) -> Config:
     """Chooses the implementation and the arithmetic for these inputs of ``operation``.
 
-    ``implementation=None`` is what ``best`` says; a name forces it.
+    ``implementation=None`` is what ``best`` says; a name forces it. The implementation must serve
+    ``others`` too, which do not decide the arithmetic.
 
     Raises:
       ValueError, TypeError: if an option has no such value.
@@ -65,10 +67,10 @@ def configure(
         validation.positive("chunk_size", chunk_size, integer=True)
     policy = numerics.policy(*inputs, precision=precision)
     if implementation is None:
-        return Config(best(*inputs, chunk_size=chunk_size), policy, chunk_size)
+        return Config(best(*inputs, *others, chunk_size=chunk_size), policy, chunk_size)
     validation.choice("implementation", implementation, IMPLEMENTATIONS)
     if implementation in FUSED:
-        dtypes = tuple(x.dtype for x in inputs)
+        dtypes = tuple(x.dtype for x in (*inputs, *others))
         dims = tuple(x.shape[-1] for x in inputs)
         _module(implementation).require(dtypes, dims, chunk_size, operation)
     return Config(implementation, policy, chunk_size)

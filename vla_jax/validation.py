@@ -140,9 +140,10 @@ def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
     """``segment_ids`` as int32 ``[B, T]``; that they do not decrease is checked where concrete."""
     if ids is None:
         return None
-    whole = isinstance(ids, np.ndarray) and ids.size and ids.dtype.kind in "iu"
-    if whole and (ids.min() < -(2**31) or ids.max() >= 2**31):  # before JAX narrows them
-        raise ValueError(f"segment_ids must fit in int32, got {ids.min()} to {ids.max()}")
+    if isinstance(ids, np.ndarray | jax.Array) and is_concrete(ids) and ids.size:
+        values = np.asarray(ids)  # before they are narrowed
+        if values.dtype.kind in "iu" and (values.min() < -(2**31) or values.max() >= 2**31):
+            raise ValueError(f"segment_ids must fit in int32, got {values.min()} to {values.max()}")
     ids = as_array("segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids must be integers, got dtype {ids.dtype}")
