@@ -29,7 +29,7 @@ from model import (  # noqa: E402
     parameter_count,
     with_parameter_count,
 )
-from ngrams import NGrams  # noqa: E402
+from ngrams import NGrams, lookup  # noqa: E402
 from text import Split, Text  # noqa: E402
 
 from vla_jax import generation  # noqa: E402
@@ -548,6 +548,24 @@ def test_embedding_gradient_of_frequent_tokens_in_bfloat16():
     for narrow, wide in zip(found["bfloat16"], found[None], strict=True):
         narrow, wide = np.asarray(narrow[...]), np.asarray(wide[...])
         assert np.linalg.norm(narrow - wide) < 0.03 * np.linalg.norm(wide)
+
+
+@pytest.mark.parametrize("size", [7, 2000])  # a matrix product, and one row after the other
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_lookup_and_its_gradient(size, dtype):
+    graphdef, params = nnx.split(nnx.Embed(size, 5, dtype=dtype, rngs=nnx.Rngs(0)))
+    ids = jax.random.randint(jax.random.key(0), (3, 50), 0, size)
+
+    def rows(params):
+        return lookup(nnx.merge(graphdef, params), ids)
+
+    out, pull = jax.vjp(rows, params)
+    table = params["embedding"][...]
+    np.testing.assert_array_equal(out, table[ids].astype(dtype or jnp.float32))
+    cotangent = jax.random.normal(jax.random.key(1), out.shape).astype(out.dtype)
+    expected = np.zeros(table.shape)
+    np.add.at(expected, np.asarray(ids), np.asarray(cotangent, np.float64))
+    np.testing.assert_allclose(pull(cotangent)[0]["embedding"][...], expected, atol=1e-5)
 
 
 def test_equal_parameters_of_every_mixer():
