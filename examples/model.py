@@ -16,8 +16,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from embedding import lookup
 from flax import nnx
-from ngrams import NGrams, lookup
+from ngrams import NGrams
 
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention

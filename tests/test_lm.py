@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
 import training  # noqa: E402
+from embedding import lookup  # noqa: E402
 from lm import LanguageRun, Reader, bits_per_byte, functions  # noqa: E402
 from model import (  # noqa: E402
     MIXERS,
@@ -29,7 +30,7 @@ from model import (  # noqa: E402
     parameter_count,
     with_parameter_count,
 )
-from ngrams import NGrams, lookup  # noqa: E402
+from ngrams import NGrams  # noqa: E402
 from text import Split, Text  # noqa: E402
 
 from vla_jax import generation  # noqa: E402

@@ -423,7 +423,7 @@ class Run:
                 self.guarded(f"{check.__name__} {name}", check, name)
 
     def transformed(self, name, transform):
-        """(values and gradients of a call, of its transform, of both the largest difference)."""
+        """Whether values and gradients are those of the plain call, bit by bit: (passed, words)."""
         p = Problem("", 100, 32, 24, batch=2, segments=True)
         inputs, cotangents, segment_ids = self.arrays(p, "bfloat16")
         arrays = [inputs[n] for n in ("query", "key", "value", "direction")]

@@ -105,14 +105,6 @@ def _last_tokens(segment_ids: Array | None) -> tuple[Array | bool, Array | bool]
     return last[..., None, None], last[:, :1, None]
 
 
-def _rest(kept, key: Array) -> Array | None:
-    """What 16 bits of the write keys leave, where the solve keeps it and products can use it."""
-    terms = kept[2]
-    if key.dtype != jnp.bfloat16 or len(terms) < 2:
-        return None
-    return terms[1][:, : key.shape[1], :, : key.shape[-1]]
-
-
 @_folded
 def _attention_forward(
     query, key, value, direction, lambda0, memory, penalty, key_sum, segment_ids,
@@ -125,7 +117,7 @@ def _attention_forward(
     out, memory_out, key_sum_out, residuals = delta.forward(
         query, key, write_key, value, memory, segment_ids,
         normalize_key=True, readout=variant.readout, initial_key_sum=key_sum, eps=variant.eps,
-        precision=precision, save_residuals=True, write_rest=_rest(kept, key),
+        precision=precision, save_residuals=True, write_rest=solve.rest(kept, key),
     )  # fmt: skip
     if variant.readout == "none":  # nobody read the key sum; the state has it all the same
         last, whole = _last_tokens(segment_ids)
@@ -159,7 +151,7 @@ def _attention_backward(
     d_query, d_unit_key, d_raw_key, d_write_key, d_value, d_memory, d_initial_sum = delta.backward(
         residuals, query, key, write_key, value, memory, segment_ids, d_out, d_memory, d_key_sum,
         normalize_key=True, readout=variant.readout, initial_key_sum=key_sum, eps=variant.eps,
-        precision=precision, write_rest=_rest(kept, key),
+        precision=precision, write_rest=solve.rest(kept, key),
     )  # fmt: skip
     if variant.readout == "none":
         last, whole = _last_tokens(segment_ids)

@@ -856,6 +856,19 @@ def forward(
     return solution, gain, _unsquare(penalty, shape), kept
 
 
+def rest(kept: tuple, rhs: Array) -> Array | None:
+    """What rounding to bfloat16 took from the solution, ``[B, T, H, D]``; None where none is kept.
+
+    Args:
+      kept: as ``forward`` returned it.
+      rhs: as it was given to ``forward``.
+    """
+    *_, terms = kept
+    if rhs.dtype != jnp.bfloat16 or len(terms) < 2:
+        return None
+    return terms[1][:, : rhs.shape[1], :, : rhs.shape[-1]]
+
+
 def backward(
     rhs: Array,
     direction: Array | None,
