@@ -118,6 +118,7 @@ def _attention_forward(
         query, key, write_key, value, memory, segment_ids,
         normalize_key=True, readout=variant.readout, initial_key_sum=key_sum, eps=variant.eps,
         precision=precision, save_residuals=True, write_rest=solve.rest(kept, key),
+        solve_rest=variant.write_gain == "rls",
     )  # fmt: skip
     if variant.readout == "none":  # nobody read the key sum; the state has it all the same
         last, whole = _last_tokens(segment_ids)

@@ -257,6 +257,8 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int, unroll: bool):
         for cut in _slabs(s.dim, slab):
             k, a = tokens(keys, rows, size, cut), tokens(writes, columns, size, cut)
             x += dot(k, a, trans_b=True)
+            if "write_rest" in r:
+                x += dot(k, tokens(r["write_rest"], columns, size, cut), trans_b=True)
         if c.normalize:
             x *= norm(rows, size)[:, None]
         return segments.lower(x, rows, columns, strict=True)
@@ -327,14 +329,14 @@ def _solve_kernel(r, *, s: _Shape, c: _Config, slab: int, unroll: bool):
     multiply("t_value", r["value"], [None] * len(halves), s.value_dim)
 
 
-def _solve(s: _Shape, c: _Config, key, write_key, value, segments, params):
+def _solve(s: _Shape, c: _Config, key, write_key, write_rest, value, segments, params):
     per_chunk = s.streams, s.chunks
     f32 = jnp.float32
     unroll = params.get("unroll", not backend.interpret())
     return _launch(
         functools.partial(_solve_kernel, s=s, c=c, slab=params["solve_slab"], unroll=unroll),
         per_chunk,
-        dict(key=key, write_key=write_key, value=value, segments=segments),
+        dict(key=key, write_key=write_key, write_rest=write_rest, value=value, segments=segments),
         dict(
             inverse=((*per_chunk, s.chunk, s.chunk), c.work),
             half=((*per_chunk, s.chunk // BLOCK, BLOCK, BLOCK), f32),
@@ -808,6 +810,7 @@ def forward(
     precision=None,
     params: Mapping[str, Any] | None = None,
     write_rest: Array | None = None,
+    solve_rest: bool = False,
     save_residuals: bool = True,
 ) -> tuple[Array, Array, Array | None, Residuals | None]:
     """``S ← S + a (v − Sᵀ k)ᵀ``, ``o = Sᵀ q`` over tokens; equations (10) to (13).
@@ -824,6 +827,8 @@ def forward(
       params: overrides of the table of parameters.
       write_rest: ``[B, T, H, D]``, what rounding took from ``write_key``, or None. The rounding of
         a write points anywhere, and what later keys seldom reach adds up.
+      solve_rest: whether the triangular solve takes it too: writes that are not of unit length can
+        correct one another many times within a chunk.
       save_residuals: whether a backward is to follow.
 
     Returns:
@@ -836,7 +841,7 @@ def forward(
     rest = call.tokens(write_rest, s.dim)
     value = call.tokens(value, s.value_dim)
     segments = _padded_segments(segment_ids, s)
-    solved = _solve(s, c, key, write_key, value, segments, params)
+    solved = _solve(s, c, key, write_key, rest if solve_rest else None, value, segments, params)
     swept = _sweep(
         s,
         c,
