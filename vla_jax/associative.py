@@ -64,7 +64,7 @@ def sweep(
 def running_sum(
     terms: Array, keep: Array | None, initial: Array, *, reverse: bool = False
 ) -> tuple[Array, Array]:
-    """``chunkwise.running_sum`` in logarithmic depth."""
+    """``chunks.running_sum`` in logarithmic depth."""
     if keep is None:
         sums = jax.lax.associative_scan(jnp.add, terms, reverse=reverse)
         return _exclusive(initial, initial + sums, reverse)

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from vla_jax import chunkwise, numerics, primitives, reference, validation
+from vla_jax import chunks, numerics, primitives, reference, validation
 from vla_jax.types import READOUTS, Array, ArrayLike, Implementation, PrecisionLike, Readout
 
 GATED_IMPLEMENTATIONS = ("reference", "xla")
@@ -120,7 +120,7 @@ def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _T
 def _ratio(out: Array, t: _Tokens, key_sum: Array, eps: float) -> tuple[Array, Array]:
     """``out / max(z·q, eps)`` and the last ``z``."""
     policy = numerics.policy(t.query.astype(t.dtype))
-    key_sums, key_sum = chunkwise.causal_sum(t.key.astype(t.dtype), key_sum, t.segment_ids, policy)
+    key_sums, key_sum = chunks.causal_sum(t.key.astype(t.dtype), key_sum, t.segment_ids, policy)
     grouped = reference.grouped(t.query, t.key.shape[2]).astype(t.dtype)
     weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(t.query.shape[:3])
     return out / jnp.maximum(weight, eps)[..., None], key_sum
@@ -473,26 +473,26 @@ def _decayed_chunks(
     ``S_t = exp(g_t) S₀ + Σ_{s≤t} Γ[t, s] a_s e_sᵀ``. No exponent is positive.
     """
     length, heads = key.shape[1:3]
-    chunk = min(chunk_size or chunkwise.DEFAULT_CHUNK_SIZE, length)
-    n = chunkwise._ceil_div(length, chunk)
+    chunk = min(chunk_size or chunks.DEFAULT_CHUNK_SIZE, length)
+    n = chunks.ceil_div(length, chunk)
     dtype, dot = policy.accumulator, policy.dot
-    segments = chunkwise._segments(segment_ids, n, chunk)
+    segments = chunks.segments_of(segment_ids, n, chunk)
     q, k, a, v, log_a = (
-        chunkwise._split(x, n, chunk, dtype)
+        chunks.split(x, n, chunk, dtype)
         for x in (reference.grouped(query, heads), key, write_key, value, log_decay[..., None])
     )
-    cont, last, keep = chunkwise._masks(segments)
+    cont, last, keep = chunks.masks(segments)
     g = jnp.cumsum(log_a, axis=-2)  # [N, B, H, C, 1]
     lower = jnp.tril(jnp.ones((chunk, chunk), bool))
     gamma = jnp.exp(jnp.where(lower, g - jnp.swapaxes(g, -1, -2), 0))
     identity = jnp.eye(chunk, dtype=dtype)
-    overlap = chunkwise._lower(dot("...td,...sd->...ts", k, a) * gamma, segments, -1)
+    overlap = chunks.lower(dot("...td,...sd->...ts", k, a) * gamma, segments, -1)
     inverse = numerics.triangular_inverse(overlap + identity)
-    grown = chunkwise._where(cont, jnp.exp(g))  # decay of the memory at the chunk's start
+    grown = chunks.where(cont, jnp.exp(g))  # decay of the memory at the chunk's start
     t_key = dot("...ts,...sd->...td", inverse, grown * k)
     t_value = dot("...ts,...sd->...td", inverse, v)
-    a_end = chunkwise._where(last, jnp.exp(g[..., -1:, :] - g) * a)
-    carried = chunkwise._where(keep, jnp.exp(g[..., -1:, :]))  # [N, B, H, 1, 1]
+    a_end = chunks.where(last, jnp.exp(g[..., -1:, :] - g) * a)
+    carried = chunks.where(keep, jnp.exp(g[..., -1:, :]))  # [N, B, H, 1, 1]
 
     def step(memory, inputs):
         t_key, t_value, a_end, carried = inputs
@@ -502,10 +502,7 @@ def _decayed_chunks(
 
     memory, (starts, residual) = jax.lax.scan(step, memory, (t_key, t_value, a_end, carried))
     scores = dot("nbhgtd,nbhsd->nbhgts", q, a) * gamma[:, :, :, None]
-    same = None
-    if segments is not None:
-        same = chunkwise.Segments(*(x[:, :, :, None] for x in segments))
-    scores = chunkwise._lower(scores, same)
+    scores = chunks.lower(scores, chunks.per_group(segments))
     out = dot("nbhgtd,nbhde->nbhgte", q * grown[:, :, :, None], starts)
     out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
-    return chunkwise._join(out, length).reshape(*query.shape[:3], -1), memory
+    return chunks.join(out, length).reshape(*query.shape[:3], -1), memory

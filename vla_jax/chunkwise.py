@@ -4,224 +4,34 @@ Equation numbers are those of ``docs/derivation.md``. Nothing of size T×T or T�
 factorisation is differentiated or made twice, and what the backward keeps is the inputs, what
 ``Solved`` and ``Swept`` hold.
 
-Inside this file an array of tokens is chunk-major, ``[N, B, H, C, D]``, and the memory is ``Sᵀ``
-(``[B, H, D, E]``), so a state acts from the left.
+Here an array of tokens is chunk-major, ``[N, B, H, C, D]`` (see ``chunks``), and the memory is
+``Sᵀ`` (``[B, H, D, E]``), so a state acts from the left.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from vla_jax import numerics
-from vla_jax.types import Array, DTypeLike
-
-# Tokens of a chunk; and chunks that step one inverse before it is derived again from the penalty,
-# which is also how many are worked on side by side where they need not all be.
-DEFAULT_CHUNK_SIZE = 32
-SUPER_CHUNK = 16
-
-
-class Segments(NamedTuple):
-    """What segment ids mean to the tokens of each chunk, equation (16). All ``[N, B, 1, ...]``."""
-
-    same: Array  # [..., C, C]  the two tokens are of one segment
-    cont: Array  # [..., C, 1]  the token is of the segment that runs at the chunk's start
-    last: Array  # [..., C, 1]  the token is of the segment that runs at the chunk's end
-    keep: Array  # [..., 1, 1]  one segment spans the whole chunk and what precedes it
-
-
-def _segments(segment_ids: Array | None, num_chunks: int, chunk: int) -> Segments | None:
-    if segment_ids is None:
-        return None
-    batch, length = segment_ids.shape
-    ids = jnp.pad(segment_ids, ((0, 0), (0, num_chunks * chunk - length)), mode="edge")
-    ids = ids.reshape(batch, num_chunks, chunk).swapaxes(0, 1)[:, :, None, :]
-    running = jnp.concatenate([ids[:1, ..., :1], ids[:-1, ..., -1:]])
-    cont = ids == running
-    return Segments(
-        same=ids[..., :, None] == ids[..., None, :],
-        cont=cont[..., None],
-        last=(ids == ids[..., -1:])[..., None],
-        keep=cont[..., -1:, None],
-    )
-
-
-def _where(condition: Array | None, x: Array, otherwise: Array | float = 0) -> Array:
-    return x if condition is None else jnp.where(condition, x, otherwise)
-
-
-def _lower(x: Array, segments: Segments | None, offset: int = 0) -> Array:
-    """Keeps ``[t, s]`` with ``s <= t + offset`` and both tokens of one segment."""
-    x = jnp.tril(x, offset)
-    return x if segments is None else jnp.where(segments.same, x, 0)
-
-
-def _upper(x: Array, segments: Segments | None, offset: int = 0) -> Array:
-    x = jnp.triu(x, offset)
-    return x if segments is None else jnp.where(segments.same, x, 0)
-
-
-def _split(x: Array, num_chunks: int, chunk: int, dtype) -> Array:
-    """``[B, T, *heads, D]`` to ``[N, B, *heads, C, D]``, zeros after the end."""
-    return _by_chunk(_padded(x, num_chunks, chunk).astype(dtype))
-
-
-def _join(x: Array, length: int) -> Array:
-    """Inverse of ``_split``."""
-    x = _by_sequence(x)
-    return x.reshape(x.shape[0], -1, *x.shape[3:])[:, :length]
-
-
-def _padded(x: Array, *shape: int) -> Array:
-    """``[B, T, ...]`` to ``[B, *shape, ...]``, zeros after the end."""
-    pad = [(0, 0)] * x.ndim
-    pad[1] = (0, math.prod(shape) - x.shape[1])
-    return jnp.pad(x, pad).reshape(x.shape[0], *shape, *x.shape[2:])
-
-
-def _by_chunk(x: Array) -> Array:
-    """``[B, N, C, *heads, D]`` to ``[N, B, *heads, C, D]``."""
-    return jnp.moveaxis(jnp.swapaxes(x, 0, 1), 2, -2)
-
-
-def _by_sequence(x: Array) -> Array:
-    """Inverse of ``_by_chunk``."""
-    return jnp.swapaxes(jnp.moveaxis(x, -2, 2), 0, 1)
-
-
-def _masks(segments: Segments | None) -> tuple[Array | None, Array | None, Array | None]:
-    """``cont``, ``last`` and ``keep``; None, which masks nothing, where there are no segments."""
-    return (None,) * 3 if segments is None else (segments.cont, segments.last, segments.keep)
-
-
-def _ceil_div(length: int, size: int) -> int:
-    return -(-length // size)
-
-
-# --- running sums ------------------------------------------------------------------------------
-
-RunningSum = Callable[..., tuple[Array, Array]]
-
-
-def running_sum(
-    terms: Array, keep: Array | None, initial: Array, *, reverse: bool = False
-) -> tuple[Array, Array]:
-    """``x ← keep·x + term`` over the leading axis: ``x`` before each term, and the last one."""
-
-    def step(carry, inputs):
-        term, kept = inputs
-        return _where(kept, carry) + term, carry
-
-    final, starts = jax.lax.scan(step, initial, (terms, keep), reverse=reverse)
-    return starts, final
-
-
-def causal_sum(
-    x: Array, initial: Array, segment_ids: Array | None, policy: numerics.Policy
-) -> tuple[Array, Array]:
-    """``z_t = z_0 + Σ_{s≤t} x_s`` within segments: ``([B, T, H, D], the last [B, H, D])``."""
-    batch, length, *rest = x.shape
-    chunk = min(DEFAULT_CHUNK_SIZE, length)
-    n = _ceil_div(length, chunk)
-    # All heads in one product: as they lie, without a copy.
-    x = _padded(x.astype(policy.accumulator), n, chunk).reshape(batch, n, chunk, -1)
-    before = jnp.broadcast_to(jnp.tri(chunk, dtype=x.dtype), (batch, n, chunk, chunk))
-    cont = keep = None
-    segments = _segments(segment_ids, n, chunk)
-    if segments is not None:
-        same, cont = (y[:, :, 0].swapaxes(0, 1) for y in (segments.same, segments.cont))
-        before, keep = jnp.where(same, before, 0), segments.keep[:, :, 0, 0]
-    within = policy.dot("bnts,bnsf->bntf", before, x)
-    last = within[:, :, -1].swapaxes(0, 1)
-    starts, final = running_sum(last, keep, initial.reshape(batch, -1))
-    within = within + _where(cont, starts.swapaxes(0, 1)[:, :, None])
-    return within.reshape(batch, -1, *rest)[:, :length], final.reshape(initial.shape)
-
-
-# --- blocks -----------------------------------------------------------------------------------
-
-
-class _Blocks(NamedTuple):
-    """Tokens in super-chunks, here "blocks", of at most ``span`` chunks, all of one size."""
-
-    length: int
-    chunk: int
-    span: int
-    blocks: int
-
-    @classmethod
-    def of(cls, length: int, chunk_size: int | None, span: int | None = SUPER_CHUNK) -> _Blocks:
-        """``span=None`` is one block of all chunks."""
-        chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
-        chunks = _ceil_div(length, chunk)
-        blocks = _ceil_div(chunks, span or chunks)
-        return cls(length, chunk, _ceil_div(chunks, blocks), blocks)
-
-    def scan(
-        self,
-        step: Callable,
-        carry: Any,
-        tokens: Sequence[Array],
-        shapes: Sequence[tuple[int, ...]],
-        segment_ids: Array | None,
-        kept: Any = None,
-        *,
-        dtype: DTypeLike,
-        side_by_side: bool = False,
-        reverse: bool = False,
-    ) -> tuple[Any, list[Array], Any]:
-        """``jax.lax.scan`` over the blocks, or over the chunks of all blocks side by side.
-
-        What ``step`` makes is small beside the sequence, and the next step makes it in the same
-        memory.
-
-        Args:
-          step: ``(carry, chunks, segments, kept)`` to ``(carry, results, kept)``: of each of
-            ``tokens`` all chunks of one block, or one chunk of each block, ``[N, B, *heads, C,
-            D]``; their segments; their part of ``kept``; the same chunks of each result; and
-            whatever else of them is to be kept.
-          tokens: arrays ``[B, T, *heads, D]``.
-          shapes: ``(*heads, D)`` of each result.
-          reverse: from the end to the start.
-
-        Returns:
-          The last carry, the results ``[B, T, *heads, D]`` and what ``step`` kept, stacked.
-        """
-        cut = self.blocks, self.span, self.chunk
-        axis, steps = (2, self.span) if side_by_side else (1, self.blocks)
-        tokens = [_padded(x, *cut) for x in tokens]
-        # Every entry is written. What stands there before comes from the tokens, so that XLA makes
-        # the array after them: it would make zeros first of all and keep them until here.
-        anything = sum(x[(0,) * x.ndim].astype(dtype) for x in tokens)
-        results = [jnp.full((tokens[0].shape[0], *cut, *shape), anything) for shape in shapes]
-        _, carry, results = numerics.varying_alike((tokens, carry, results))
-        segments = _segments(segment_ids, self.blocks * self.span, self.chunk)
-        if segments is not None:
-            segments = Segments(*(x.reshape(*cut[:2], *x.shape[1:]) for x in segments))
-            segments = jax.tree.map(lambda x: jnp.moveaxis(x, axis - 1, 0), segments)
-
-        def body(state, inputs):
-            carry, results = state
-            i, segments, kept = inputs
-            chunks = (jax.lax.dynamic_index_in_dim(x, i, axis, keepdims=False) for x in tokens)
-            chunks = [_by_chunk(x.astype(dtype)) for x in chunks]
-            carry, chunks, kept = step(carry, chunks, segments, kept)
-            results = [
-                jax.lax.dynamic_update_index_in_dim(x, _by_sequence(part), i, axis)
-                for x, part in zip(results, chunks, strict=True)
-            ]
-            return (carry, results), kept
-
-        inputs = jnp.arange(steps), segments, kept
-        (carry, results), kept = jax.lax.scan(body, (carry, results), inputs, reverse=reverse)
-        results = [x.reshape(x.shape[0], -1, *x.shape[4:])[:, : self.length] for x in results]
-        return carry, results, kept
-
+from vla_jax.chunks import (
+    SUPER_CHUNK,
+    Blocks,
+    RunningSum,
+    Segments,
+    lower,
+    masks,
+    per_group,
+    running_sum,
+    segments_of,
+    split,
+    upper,
+    where,
+)
+from vla_jax.types import Array
 
 # --- penalty_solve -----------------------------------------------------------------------------
 
@@ -247,13 +57,13 @@ def _apply(
     inverse: Array, r: Array, w: Array, segments: Segments | None, lam: Array, dot: Callable
 ) -> tuple[Array, Array]:
     """Equations (9) and (8): ``A r`` of every token of a chunk, and ``A`` after the chunk."""
-    cont, last, keep = _masks(segments)
-    overlap = _lower(dot("...td,...sd->...ts", r, w), segments)
-    solution = _where(cont, dot("...td,...de->...te", r, inverse), r / lam)
+    cont, last, keep = masks(segments)
+    overlap = lower(dot("...td,...sd->...ts", r, w), segments)
+    solution = where(cont, dot("...td,...de->...te", r, inverse), r / lam)
     solution = solution - dot("...ts,...sd->...td", overlap, w)
-    w = _where(last, w)
+    w = where(last, w)
     fresh = jnp.eye(r.shape[-1], dtype=r.dtype) / lam
-    return _where(keep, inverse, fresh) - dot("...td,...te->...de", w, w), solution
+    return where(keep, inverse, fresh) - dot("...td,...te->...de", w, w), solution
 
 
 def penalty_solve_forward(
@@ -273,14 +83,14 @@ def penalty_solve_forward(
     prefix sum; from there on all super-chunks run side by side, each stepping its own inverse.
     """
     dtype, dot = policy.accumulator, policy.dot
-    cut = _Blocks.of(rhs.shape[1], chunk_size)
+    cut = Blocks.of(rhs.shape[1], chunk_size)
     lam = lambda0[:, None, None]
 
     # The penalty where each super-chunk starts.
     size = cut.span * cut.chunk
-    u = _split(direction, cut.blocks, size, dtype)
-    _, last, keep = _masks(_segments(segment_ids, cut.blocks, size))
-    gram = dot("...td,...te->...de", _where(last, u), u)
+    u = split(direction, cut.blocks, size, dtype)
+    _, last, keep = masks(segments_of(segment_ids, cut.blocks, size))
+    gram = dot("...td,...te->...de", where(last, u), u)
     starts, penalty = running_sum(gram, keep, initial_penalty)
     matrix = numerics.regularised(starts, lambda0)
     half = numerics.inverse_cholesky(matrix)
@@ -289,7 +99,7 @@ def penalty_solve_forward(
     def step(inverse, chunks, segments, _):
         r, u = chunks
         cont = None if segments is None else segments.cont
-        au = _where(cont, dot("...td,...de->...te", u, inverse), u / lam)
+        au = where(cont, dot("...td,...de->...te", u, inverse), u / lam)
         gram = dot("...td,...sd->...ts", u, au)
         gram = gram if segments is None else jnp.where(segments.same, gram, 0)
         gram = gram + jnp.eye(cut.chunk, dtype=dtype)
@@ -340,7 +150,7 @@ def _solve_again(
     def body(t, carry):
         penalty, solution = carry
         u, r = direction[:, t].astype(penalty.dtype), rhs[:, t]
-        penalty = _where(_joins(segment_ids, t - 1, t), penalty) + u[..., :, None] * u[..., None, :]
+        penalty = where(_joins(segment_ids, t - 1, t), penalty) + u[..., :, None] * u[..., None, :]
         inverse = numerics.penalty_inverses(penalty, lambda0)[chosen]
         solved = jnp.einsum("bhij,bhj->bhi", inverse, r, precision=jax.lax.Precision.HIGHEST)
         return penalty, solution.at[:, t].set(solved)
@@ -349,7 +159,7 @@ def _solve_again(
 
 
 def _joins(segment_ids: Array | None, first: Array, then: Array) -> Array | None:
-    """Whether two tokens are of one segment, or one of them is none: for ``_where``."""
+    """Whether two tokens are of one segment, or one of them is none: for ``where``."""
     if segment_ids is None:
         return None
     first, then = jnp.maximum(first, 0), jnp.minimum(then, segment_ids.shape[1] - 1)
@@ -384,7 +194,7 @@ def penalty_solve_backward(
         after, d_rhs = _apply(inverse, *chunks, w, segments, lambda0[:, None, None], dot)
         return after, [d_rhs], None
 
-    _, (d_rhs,), _ = _Blocks.of(length, chunk_size).scan(
+    _, (d_rhs,), _ = Blocks.of(length, chunk_size).scan(
         step, inverse, [d_solution], [rhs.shape[2:]], segment_ids, w,
         dtype=dtype, side_by_side=True,
     )  # fmt: skip
@@ -392,7 +202,7 @@ def penalty_solve_backward(
     later = -(d_penalty + jnp.swapaxes(d_penalty, -1, -2))
     d_u, start, d_lambda0 = _pull(
         direction, solution, d_rhs, later, segment_ids, policy,
-        _Blocks.of(length, chunk_size, span), running_sum,
+        Blocks.of(length, chunk_size, span), running_sum,
     )  # fmt: skip
     d_u = _pull_again(
         lost, d_u, direction, (solution, rhs), (d_rhs, d_solution), later, lambda0, segment_ids
@@ -407,7 +217,7 @@ def _pull(
     later: Array,
     segment_ids: Array | None,
     policy: numerics.Policy,
-    cut: _Blocks,
+    cut: Blocks,
     running_sum: RunningSum,
 ) -> tuple[Array, Array, Array]:
     """Equations (23) to (26) but for signs: ``d_u``, the sum before the start, ``d_lambda0``."""
@@ -415,13 +225,13 @@ def _pull(
 
     def step(later, tokens, segments, _):
         u, alpha, beta = tokens
-        cont, last, keep = _masks(segments)
-        outer = dot("...td,...te->...de", _where(cont, beta), alpha)
+        cont, last, keep = masks(segments)
+        outer = dot("...td,...te->...de", where(cont, beta), alpha)
         outer = outer + jnp.swapaxes(outer, -1, -2)
         sums, later = running_sum(outer, keep, later, reverse=True)
-        d_u = _where(last, dot("...td,...de->...te", u, sums))
+        d_u = where(last, dot("...td,...de->...te", u, sums))
         for x, y in ((alpha, beta), (beta, alpha)):
-            overlap = _upper(dot("...td,...sd->...ts", u, x), segments)
+            overlap = upper(dot("...td,...sd->...ts", u, x), segments)
             d_u = d_u + dot("...ts,...sd->...td", overlap, y)
         return later, [d_u], jnp.sum(alpha * beta, axis=(0, 1, 3, 4))
 
@@ -469,7 +279,7 @@ def _pull_again(
                 x[:, t].astype(later.dtype) for x in (direction, alpha, beta, alpha_span, beta_span)
             )
             pairs = b[..., :, None] * a_span[..., None, :] + a[..., :, None] * b_span[..., None, :]
-            later = _where(_joins(segment_ids, t, t + 1), later) + pairs
+            later = where(_joins(segment_ids, t, t + 1), later) + pairs
             pulled = jnp.einsum("bhij,bhj->bhi", later, u, precision=jax.lax.Precision.HIGHEST)
             return later, d_u.at[:, t].set(pulled)
 
@@ -509,7 +319,7 @@ def sweep(
     def step(state, inputs):
         left, right, inner, outer, kept = inputs
         inner = inner - policy.dot("...td,...de->...te", right, state)
-        new = _where(kept, state) + policy.dot("...td,...te->...de", left, inner)
+        new = where(kept, state) + policy.dot("...td,...te->...de", left, inner)
         return (new if outer is None else new + outer), (state, inner)
 
     chunks = left, right, inner, outer, keep
@@ -541,15 +351,9 @@ class _Chunks(NamedTuple):
 
     @classmethod
     def of(cls, q: Array, k: Array, a: Array, v: Array, segments: Segments | None) -> _Chunks:
-        cont, last, keep = _masks(segments)
+        cont, last, keep = masks(segments)
         q = _grouped(q, k.shape[2])
-        return cls(q, k, a, v, _where(cont, k), _where(last, a), segments, keep)
-
-    def grouped(self) -> Segments | None:
-        """The segments with an axis for the group, to mask arrays made with queries."""
-        if self.segments is None:
-            return None
-        return Segments(*(x[:, :, :, None] for x in self.segments))
+        return cls(q, k, a, v, where(cont, k), where(last, a), segments, keep)
 
 
 def _grouped(x: Array, heads: int) -> Array:
@@ -582,7 +386,7 @@ def delta_rule_forward(
         )
         return memory, [out], swept
 
-    memory, (out,), swept = _Blocks.of(key.shape[1], chunk_size, span).scan(
+    memory, (out,), swept = Blocks.of(key.shape[1], chunk_size, span).scan(
         step, initial_memory, (query, key, write_key, value),
         [(query.shape[2], value.shape[-1])], segment_ids, dtype=policy.accumulator,
     )  # fmt: skip
@@ -593,15 +397,15 @@ def _delta_block_forward(
     c: _Chunks, memory: Array, policy: numerics.Policy, sweep: Sweep
 ) -> tuple[Array, Array, Swept]:
     dot = policy.dot_operand
-    triangle = _lower(policy.dot("...td,...sd->...ts", c.k, c.a), c.segments, -1)
+    triangle = lower(policy.dot("...td,...sd->...ts", c.k, c.a), c.segments, -1)
     identity = jnp.eye(triangle.shape[-1], dtype=policy.accumulator)
     inverse = numerics.triangular_inverse(triangle + identity)
     t_key, t_value = (policy.dot("...ts,...sd->...td", inverse, x) for x in (c.k_cont, c.v))
     starts, residual, memory = sweep(c.a_last, t_key, t_value, None, c.keep, memory, policy)
-    grouped = c.grouped()
-    scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
+    grouped = per_group(c.segments)
+    scores = lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
     carried = dot("nbhgtd,nbhde->nbhgte", c.q, starts)
-    out = _where(None if grouped is None else grouped.cont, carried)
+    out = where(None if grouped is None else grouped.cont, carried)
     out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
     return _ungrouped(out), memory, Swept(starts, inverse)
 
@@ -631,7 +435,7 @@ def delta_rule_backward(
         )
         return d_memory, gradients, None
 
-    d_initial, gradients, _ = _Blocks.of(key.shape[1], chunk_size, span).scan(
+    d_initial, gradients, _ = Blocks.of(key.shape[1], chunk_size, span).scan(
         step, d_memory, (*tokens, d_out), [x.shape[2:] for x in tokens], segment_ids, swept,
         dtype=policy.accumulator, reverse=True,
     )  # fmt: skip
@@ -644,29 +448,29 @@ def _delta_block_backward(
 ) -> tuple[tuple[Array, Array, Array, Array], Array]:
     dot = policy.dot_operand
     d_o = _grouped(d_o, c.k.shape[2])
-    segments, grouped = c.segments, c.grouped()
-    cont, last, _ = _masks(segments)
-    cont_g, *_ = _masks(grouped)
+    segments, grouped = c.segments, per_group(c.segments)
+    cont, last, _ = masks(segments)
+    cont_g, *_ = masks(grouped)
 
     starts, inverse = swept
     t_key, t_value = (policy.dot("...ts,...sd->...td", inverse, x) for x in (c.k_cont, c.v))
     residual = t_value - dot("...td,...de->...te", t_key, starts)
-    scores = _lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
+    scores = lower(dot("nbhgtd,nbhsd->nbhgts", c.q, c.a), grouped)
     pull = dot("nbhgts,nbhgte->nbhse", scores, d_o)
-    read = dot("nbhgtd,nbhgte->nbhde", _where(cont_g, c.q), d_o)
+    read = dot("nbhgtd,nbhgte->nbhde", where(cont_g, c.q), d_o)
 
     # R, the cotangent of the memory after each chunk: the sweep of the forward, transposed.
     later, d_residual, d_initial = sweep(
         t_key, c.a_last, -pull, read, c.keep, d_memory, policy, reverse=True
     )
     d_residual = -policy.dot("...ts,...te->...se", inverse, d_residual)
-    d_scores = _lower(dot("nbhgte,nbhse->nbhgts", d_o, residual), grouped)
-    d_q = _where(cont_g, dot("nbhgte,nbhde->nbhgtd", d_o, starts))
+    d_scores = lower(dot("nbhgte,nbhse->nbhgts", d_o, residual), grouped)
+    d_q = where(cont_g, dot("nbhgte,nbhde->nbhgtd", d_o, starts))
     d_q = d_q + dot("nbhgts,nbhsd->nbhgtd", d_scores, c.a)
-    d_triangle = _lower(dot("...te,...se->...ts", d_residual, residual), segments, -1)
-    d_a = _where(last, dot("...te,...de->...td", residual, later))
+    d_triangle = lower(dot("...te,...se->...ts", d_residual, residual), segments, -1)
+    d_a = where(last, dot("...te,...de->...td", residual, later))
     d_a = d_a + dot("nbhgts,nbhgtd->nbhsd", d_scores, c.q)
     d_a = d_a - dot("...ts,...td->...sd", d_triangle, c.k)
-    d_k = _where(cont, dot("...te,...de->...td", d_residual, starts))
+    d_k = where(cont, dot("...te,...de->...td", d_residual, starts))
     d_k = -(d_k + dot("...ts,...sd->...td", d_triangle, c.a))
     return (_ungrouped(d_q), d_k, d_a, d_residual), d_initial

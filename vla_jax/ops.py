@@ -8,7 +8,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from vla_jax import chunkwise, numerics, primitives, reference, validation
+from vla_jax import chunks, numerics, primitives, reference, validation
 from vla_jax.types import (
     READOUTS,
     WRITE_GAINS,
@@ -223,7 +223,7 @@ def weigh(
 
     @jax.checkpoint  # the sums of every token are cheaper to make twice than to keep
     def weights(query, key, key_sum):
-        key_sums, key_sum = chunkwise.causal_sum(key, key_sum, segment_ids, config.policy)
+        key_sums, key_sum = chunks.causal_sum(key, key_sum, segment_ids, config.policy)
         grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
         weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1)
         return weight.reshape(query.shape[:3]), key_sum
