@@ -1,6 +1,7 @@
 """Baselines against token-by-token oracles in float64 NumPy, and their layers."""
 
 import dataclasses
+import functools
 import pathlib
 import sys
 
@@ -11,7 +12,7 @@ import oracle
 import pytest
 import tolerances
 from flax import nnx
-from support import assert_close
+from support import assert_close, assert_rms_close
 
 from vla_jax import baselines
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
@@ -191,6 +192,38 @@ def test_values_and_gradients_equal_the_oracle(kind, options, segments, x64):
             arguments = (moved, state) if group is inputs else (inputs, moved)
             slope = total(expected(*arguments)).imag / 1e-30
             assert_close(np.sum(gradient[name] * tangent), slope, 1e-8, name, floor=1e-3)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_bfloat16(kind):
+    """Values near the oracle's, gradients near those of the same function in float32."""
+    inputs, _ = draw(kind)
+    inputs = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()}
+    exact = {n: np.asarray(x, np.float64) for n, x in inputs.items()}
+    full = np.zeros((2, 2, 6, 5)), np.zeros((2, 2, 6)), np.zeros((2, 2, 6, 6))
+    want, memory, *_ = recurrent(kind, exact, *full, segment_ids=None, mask=None)
+    out, state = jax.jit(functools.partial(FUNCTIONS[kind], return_state=True))(**inputs)
+    assert (out.dtype, state.memory.dtype) == (jnp.bfloat16, jnp.float32)
+    assert_rms_close(out, want, tolerances.BFLOAT16_RMS, "out")
+    assert_rms_close(state.memory, memory, tolerances.BFLOAT16_RMS, "memory")
+
+    weight = np.random.default_rng(1).standard_normal(want.shape)
+    call = jax.jit(jax.grad(lambda x: jnp.sum(weight * FUNCTIONS[kind](**x).astype(jnp.float32))))
+    wide = call({n: x.astype(jnp.float32) for n, x in inputs.items()})
+    for name, gradient in call(inputs).items():
+        assert gradient.dtype == jnp.bfloat16
+        assert_rms_close(gradient, wide[name], tolerances.BFLOAT16_RMS, name)
+
+
+def test_the_delta_rule_gets_operands_of_one_dtype(monkeypatch):
+    """float32 ones among them would have all of its products in float32."""
+    inputs = {n: jnp.asarray(x, jnp.bfloat16) for n, x in draw("deltanet")[0].items()}
+    given, rule = [], baselines.primitives.delta_rule
+    monkeypatch.setattr(
+        baselines.primitives, "delta_rule", lambda *x, **o: given.extend(x) or rule(*x, **o)
+    )
+    baselines.delta_net(**inputs)
+    assert [x.dtype for x in given] == [jnp.bfloat16] * 4
 
 
 @pytest.mark.parametrize("segments", [False, True], ids=["plain", "segments_and_mask"])

@@ -66,6 +66,10 @@ class _Tokens:
         """``k̂ [B, T, H, D]``, wide."""
         return numerics.normalize(self.key.astype(self.dtype))
 
+    def operand(self, x: Array) -> Array:
+        """``x`` rounded to the dtype of the keys: operands of one 16-bit dtype multiply faster."""
+        return x.astype(self.key.dtype)
+
     @property
     def dtype(self) -> Any:
         """Of the state."""
@@ -248,7 +252,7 @@ def delta_net(
     unit_key = t.unit_key
     write_key = unit_key if beta is None else t.per_token("beta", beta)[..., None] * unit_key
     out, memory = primitives.delta_rule(
-        t.query, unit_key, write_key, t.value,
+        t.query, t.operand(unit_key), t.operand(write_key), t.value,
         initial_memory=state.memory, segment_ids=t.segment_ids,
         chunk_size=chunk_size, implementation=implementation, precision=precision,
     )  # fmt: skip
