@@ -5,6 +5,7 @@
 # make bench   runs the benchmarks
 #
 # Each target first makes a virtual environment in VENV with PYTHON and installs what it needs.
+# (compat: a path, not an import hook, which a folder named vla_jax beside a script would hide.)
 # EXTRAS names further extras of setup.py, such as EXTRAS=cuda13 for an NVIDIA GPU.
 
 PYTHON ?= python3
@@ -48,5 +49,5 @@ $(VENV)/.created:
 	touch $@
 
 $(VENV)/.installed-%: setup.py $(VENV)/.created
-	$(python) -m pip install --editable ".[$*]"
+	$(python) -m pip install --editable ".[$*]" --config-settings editable_mode=compat
 	touch $@
