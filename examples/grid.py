@@ -879,7 +879,7 @@ def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
     for name, of in (("arms", "arm"), ("panels", "panel"), ("settings", "setting")):
         chosen = list(getattr(values, name))
         if name == "settings":
-            chosen = [float(x) for x in chosen]
+            chosen = _numbers(name, chosen, float)
         unknown = set(chosen) - {getattr(cell, of) for cell in cells}
         if unknown:
             known = dict.fromkeys(str(getattr(cell, of)) for cell in cells)
@@ -887,13 +887,21 @@ def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
         if chosen:
             cells = [cell for cell in cells if getattr(cell, of) in chosen]
     if values.seeds:
-        cells = [dataclasses.replace(c, seeds=tuple(map(int, values.seeds))) for c in cells]
+        seeds = tuple(_numbers("seeds", values.seeds, int))
+        cells = [dataclasses.replace(c, seeds=seeds) for c in cells]
     if values.steps is not None:
         cells = [
             dataclasses.replace(c, train=dataclasses.replace(c.train, steps=values.steps))
             for c in cells
         ]
     return list(cells)
+
+
+def _numbers(name: str, words: Sequence[str], kind: type) -> list[Any]:
+    try:
+        return [kind(word) for word in words]
+    except ValueError:
+        raise ValueError(f"--{name} must be numbers, got {','.join(words)}") from None
 
 
 def _one_cpu_thread() -> None:

@@ -12,6 +12,7 @@ import oracle
 import pytest
 import tolerances
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from support import assert_close, assert_rms_close
 
 from vla_jax import baselines
@@ -213,6 +214,36 @@ def test_bfloat16(kind):
     for name, gradient in call(inputs).items():
         assert gradient.dtype == jnp.bfloat16
         assert_rms_close(gradient, wide[name], tolerances.BFLOAT16_RMS, name)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_shard_map_with_its_check(kind):
+    inputs, _ = draw(kind, length=5)
+    call = functools.partial(FUNCTIONS[kind], **inputs, return_state=True)
+    want = jax.tree.map(np.asarray, call())
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = {n: P(*("data",) * (x.ndim > 1)) for n, x in inputs.items()}
+    sharded = jax.shard_map(
+        lambda x: FUNCTIONS[kind](**x, return_state=True),
+        mesh=mesh,
+        in_specs=(specs,),
+        out_specs=P("data"),
+    )
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), jax.jit(sharded)(inputs), want)
+
+
+def test_gates_out_of_range_are_refused():
+    gated, mesa = draw("gated_deltanet")[0], draw("mesa")[0]
+    for bad in (1.0, -np.inf, np.nan):
+        gated["log_decay"][1, 3, 0] = bad
+        with pytest.raises(ValueError, match=f"log_decay must be finite.*got {bad}"):
+            baselines.gated_delta_net(**gated)
+    mask = np.ones(gated["log_decay"].shape[:2], bool)
+    mask[1, 3] = False
+    baselines.gated_delta_net(**gated, mask=mask)  # an absent token's does not count
+    mesa["beta"][0, 2, 1] = -1
+    with pytest.raises(ValueError, match=r"beta must be positive.*got -1"):
+        baselines.mesa_net(**mesa)
 
 
 def test_the_delta_rule_gets_operands_of_one_dtype(monkeypatch):

@@ -92,18 +92,18 @@ class _Tokens:
             "key_sum": ((batch, heads, dim), "[B, H, D]"),
             "penalty": ((batch, heads, dim, dim), "[B, H, D, D]"),
         }
-        if state is None:
-            fields = {n: jnp.zeros(shapes[n][0], self.dtype) for n in ("memory", *optional)}
-            return BaselineState(**fields)
-        if not isinstance(state, BaselineState):
+        if not isinstance(state, BaselineState | None):
             raise TypeError(
                 f"initial_state must be a BaselineState or None, got {type(state).__name__}"
             )
         fields = {}
         for name in ("memory", *optional):
-            x = validation.array(f"initial_state.{name}", getattr(state, name), *shapes[name])
+            x = jnp.zeros(shapes[name][0])
+            if state is not None:
+                x = validation.array(f"initial_state.{name}", getattr(state, name), *shapes[name])
             fields[name] = x.astype(self.dtype)
-        return BaselineState(**fields)
+        tokens = self.query, self.key, self.value
+        return BaselineState(**numerics.varying_alike((tokens, fields))[1])
 
 
 def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _Tokens:
@@ -291,7 +291,7 @@ def mesa_net(
 
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
-      beta: ``[B, T, H]``, positive weights of the tokens; None for 1.
+      beta: ``[B, T, H]``, positive weights of the tokens, checked where concrete; None for 1.
       lambda0: scalar or ``[H]``, positive.
       initial_state, segment_ids, mask, chunk_size, implementation, precision, return_state: as in
         ``vla_attention``.
@@ -311,6 +311,7 @@ def mesa_net(
     direction = write_key = unit_key
     if beta is not None:
         weight = t.per_token("beta", beta, absent=1)[..., None]
+        validation.values("beta", weight, lambda x: (x > 0) & (x < jnp.inf), "positive and finite")
         direction, write_key = jnp.sqrt(weight) * unit_key, weight * unit_key
     options: dict[str, Any] = {
         "segment_ids": t.segment_ids,
@@ -359,8 +360,9 @@ def gated_delta_net(
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
       beta: ``[B, T, H]``, None for 1.
-      log_decay: ``[B, T, H]``, finite and not positive: the logarithm of ``a``. None for 0. (Of the
-        logarithm differences are taken, so that nothing is divided by a vanishing product.)
+      log_decay: ``[B, T, H]``, finite and not positive, checked where concrete: the logarithm of
+        ``a``. None for 0. (Of the logarithm differences are taken, so that nothing is divided by a
+        vanishing product.)
       chunk_size: tokens of a chunk of ``"xla"``.
       implementation: ``"xla"`` (chunkwise; None means it) or ``"reference"`` (token by token).
       initial_state, segment_ids, mask, readout, eps, precision, return_state: as in
@@ -380,16 +382,21 @@ def gated_delta_net(
         validation.positive("chunk_size", chunk_size, integer=True)
         if implementation == "reference":
             raise ValueError(f"implementation='reference' has no chunk_size, got {chunk_size}")
+    policy = numerics.policy(t.query, t.key, t.value, precision=precision)
     ones = jnp.ones(t.key.shape[:3], t.dtype)
     beta = ones if beta is None else t.per_token("beta", beta)
     log_decay = 0 * ones if log_decay is None else t.per_token("log_decay", log_decay)
+    allowed = lambda x: (x <= 0) & (x > -jnp.inf)  # noqa: E731
+    validation.values("log_decay", log_decay, allowed, "finite and not positive")
     unit_key = t.unit_key
-    arguments = (t.query, unit_key, beta[..., None] * unit_key, t.value, log_decay, state.memory)
+    arguments = numerics.varying_alike(
+        (t.query, unit_key, beta[..., None] * unit_key, t.value, log_decay, state.memory)
+    )
     if implementation == "reference":
-        out, memory = _decayed_scan(*arguments[:-2], jnp.exp(log_decay)[..., None], *arguments[-1:],
-                                    t.segment_ids, decay_before_read=True)  # fmt: skip
+        *tokens, log_decay, memory = arguments
+        decay = jnp.exp(log_decay)[..., None]
+        out, memory = _decayed_scan(*tokens, decay, memory, t.segment_ids, decay_before_read=True)
     else:
-        policy = numerics.policy(t.query, t.key, t.value, precision=precision)
         out, memory = _decayed_chunks(*arguments, t.segment_ids, policy, chunk_size)
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
@@ -430,10 +437,10 @@ def published_deltanet(
     state = t.initial(initial_state, *_readout(readout, eps))
     gate = t.per_token("gate", gate, "[B, T, H, E]", absent=1)
     unit_key = t.unit_key
+    arguments = (t.query, unit_key, unit_key, t.value, gate, state.memory)
     out, memory = _decayed_scan(
-        t.query, unit_key, unit_key, t.value, gate, state.memory, t.segment_ids,
-        decay_before_read=False,
-    )  # fmt: skip
+        *numerics.varying_alike(arguments), t.segment_ids, decay_before_read=False
+    )
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 

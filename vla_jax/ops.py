@@ -86,7 +86,9 @@ def vla_attention(
         S ← S + (v − S k̂) α̂ᵀ,  z ← z + k          the memory and the key sum
         o = S q / max(z·q, eps)                   the read-out
 
-    Equations (1) to (5) of ``docs/derivation.md``.
+    Equations (1) to (5) of ``docs/derivation.md``. Computed in chunks, a NaN or infinity in a token
+    can reach every token of its row, those before it and of other segments too; a masked token's
+    reaches none.
 
     Args:
       query: ``[B, T, Hq, D]``, feature-mapped (``vla_jax.feature_map``), not normalised. Hq is a

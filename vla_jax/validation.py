@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import chex
@@ -77,8 +77,17 @@ def positive(name: str, value: Any, *, integer: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, kinds):
         kind = "an integer" if integer else "a number"
         raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
-    if not value > 0 or not np.isfinite(value):
+    if not value > 0 or not (isinstance(value, int) or np.isfinite(value)):
         raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def values(name: str, x: Array, allowed: Callable[[Any], Any], expected: str) -> None:
+    """Raises ValueError, naming a value, if some of a concrete ``x`` are not allowed."""
+    if is_concrete(x):
+        found = np.asarray(x)
+        wrong = found[~np.asarray(allowed(found), bool)]
+        if wrong.size:
+            raise ValueError(f"{name} must be {expected}, got {wrong[0]}")
 
 
 def floating_dtype(name: str, value: Any) -> np.dtype:
