@@ -102,8 +102,10 @@ def floating_dtype(name: str, value: Any) -> np.dtype:
 
 
 def is_concrete(x: Any) -> bool:
-    """Whether the values of ``x`` can be looked at: it is not being traced."""
-    return not isinstance(x, jax.core.Tracer)
+    """Whether the values of ``x`` can be looked at: neither traced nor in other processes."""
+    if isinstance(x, jax.core.Tracer):
+        return False
+    return not isinstance(x, jax.Array) or x.is_fully_addressable
 
 
 def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
