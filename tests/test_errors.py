@@ -106,6 +106,11 @@ def test_vla_attention(name, bad):
         vla_jax.vla_attention(**{**good(), name: bad})
 
 
+def test_a_chunk_may_be_larger_than_any_sequence():
+    out = vla_jax.vla_attention(**good(), chunk_size=10**30)
+    np.testing.assert_array_equal(out, vla_jax.vla_attention(**good(), chunk_size=T))
+
+
 FIELDS = [field.name for field in dataclasses.fields(vla_jax.VLAState)]
 
 

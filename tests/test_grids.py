@@ -240,10 +240,18 @@ def command(name, *arguments):
     )
 
 
-def test_a_command_names_a_bad_flag(tmp_path):
-    done = command("capacity", f"--out_dir={tmp_path}", "--arms=other")
+@pytest.mark.parametrize(
+    ("flag", "message"),
+    [
+        ("--arms=other", "--arms must be among vla, identity"),
+        ("--seeds=0,x", "--seeds must be numbers, got 0,x"),
+        ("--settings=x", "--settings must be numbers, got x"),
+    ],
+)
+def test_a_command_names_a_bad_flag(flag, message, tmp_path):
+    done = command("capacity", f"--out_dir={tmp_path}", flag)
     assert done.returncode != 0
-    assert "--arms must be among vla, identity" in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 

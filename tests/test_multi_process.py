@@ -130,6 +130,38 @@ def finish(processes, timeout):
             p.wait()
 
 
+EAGER = """
+import sys
+import jax
+import numpy as np
+from vla_jax import baselines, vla_attention
+
+process, port = map(int, sys.argv[1:])
+jax.distributed.initialize(f"localhost:{port}", 2, process)
+mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+rows = jax.NamedSharding(mesh, jax.P("data"))
+spread = lambda x: jax.make_array_from_callback(x.shape, rows, lambda at: x[at])
+x = np.random.default_rng(0).random((2, 6, 1, 4)).astype(np.float32)
+ids = np.array([[0, 0, 0, 1, 1, 1]] * 2, np.int32)
+for call in (
+    lambda x, ids: vla_attention(x, x, x, segment_ids=ids, implementation="xla"),
+    lambda x, ids: baselines.gated_delta_net(x, x, x, None, -x[..., 0], segment_ids=ids),
+):
+    (mine,) = call(spread(x), spread(ids)).addressable_shards
+    np.testing.assert_allclose(mine.data, call(x, ids)[process : process + 1], rtol=1e-5)
+"""
+
+
+def test_values_in_another_process_are_not_looked_at():
+    """Outside ``jit`` the order of segments and the sign of gates are checked where they can be."""
+    port = free_port()
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
+    environment["PYTHONPATH"] = str(ROOT)
+    command = [sys.executable, "-c", EAGER]
+    processes = [subprocess.Popen([*command, str(i), str(port)], env=environment) for i in (0, 1)]
+    assert finish(processes, 120) == [0, 0]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("killed", [1, 0])  # process 0 runs the coordinator
 def test_two_processes_a_loss_and_a_resumption(killed, tmp_path):

@@ -84,8 +84,8 @@ def positive(name: str, value: Any, *, integer: bool = False) -> None:
 def values(name: str, x: Array, allowed: Callable[[Any], Any], expected: str) -> None:
     """Raises ValueError, naming a value, if some of a concrete ``x`` are not allowed."""
     if is_concrete(x):
-        found = np.asarray(x)
-        wrong = found[~np.asarray(allowed(found), bool)]
+        found = np.asarray(x, np.float64)
+        wrong = found[~allowed(found)]
         if wrong.size:
             raise ValueError(f"{name} must be {expected}, got {wrong[0]}")
 
@@ -130,14 +130,9 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
         raise ValueError(
             f"lambda0 must be a scalar or have shape [H] = [{num_heads}], got {list(result.shape)}"
         )
-    if is_concrete(result):
-        values = np.asarray(result, np.float64)
-        limits = jnp.finfo(dtype)
-        if not ((values >= float(limits.tiny)) & (values <= float(limits.max))).all():
-            raise ValueError(
-                f"lambda0 must be positive and finite, in {jnp.dtype(dtype)} from {limits.tiny} to "
-                f"{limits.max}; got {values}"
-            )
+    low, high = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
+    expected = f"positive and finite, in {jnp.dtype(dtype)} from {low:.8g} to {high:.8g}"
+    values("lambda0", result, lambda x: (x >= low) & (x <= high), expected)
     return jnp.broadcast_to(result.astype(dtype), (num_heads,))
 
 
