@@ -13,7 +13,18 @@ Stop it and start it as you like: it goes on where it was (`--time_limit`, `--he
 from __future__ import annotations
 
 import grid
-from grid import ABLATIONS, FAIR, FAIR_ARMS, FAIR_RATES, PUBLISHED_ARMS, SEEDS, Cell, model_of
+from arms import (
+    ABLATIONS,
+    FAIR,
+    FAIR_ARMS,
+    FAIR_RATES,
+    PUBLISHED,
+    PUBLISHED_ARMS,
+    PUBLISHED_RATES,
+    SEEDS,
+    model_of,
+)
+from grid import Cell
 from tasks import MQAR
 
 # What decides first: where the published arms part, then the end of the scale, then the rest.
@@ -24,7 +35,7 @@ def published_cell(arm: str, pairs: int) -> Cell:
     """An arm in the published setting."""
     task = MQAR(pairs)
     model = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
-    return Cell(arm, pairs, task, model, grid.PUBLISHED, grid.PUBLISHED_RATES, SEEDS)
+    return Cell(arm, pairs, task, model, PUBLISHED, PUBLISHED_RATES, SEEDS)
 
 
 def fair_cell(
@@ -91,6 +102,7 @@ EXPERIMENT = grid.Experiment(
         },
     },
     log_axis=True,
+    state_axis=("zoology",),
 )
 
 

@@ -20,8 +20,9 @@ import pathlib
 import grid
 import jax
 import numpy as np
+from arms import FAIR, FAIR_RATES, PUBLISHED, PUBLISHED_RATES, SEEDS, model_of
 from flax import nnx
-from grid import FAIR, FAIR_RATES, SEEDS, Cell, model_of
+from grid import Cell
 from model import EMBEDDING_STD, Model
 from tasks import Copy
 from training import TEST, TrainConfig, batch
@@ -32,7 +33,7 @@ _ARMS = ("vla", "deltanet", "softmax", "linear", "gated_deltanet", "identity", "
 def _published(arm: str, tokens: int) -> Cell:
     task = Copy(tokens)
     model = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
-    return Cell(arm, tokens, task, model, grid.PUBLISHED, grid.PUBLISHED_RATES, SEEDS)
+    return Cell(arm, tokens, task, model, PUBLISHED, PUBLISHED_RATES, SEEDS)
 
 
 def _fair(arm: str, tokens: int) -> Cell:

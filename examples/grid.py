@@ -33,15 +33,13 @@ import numpy as np
 import optax
 from absl import app, flags
 from flax import nnx
-from matplotlib.figure import Figure
-from model import Model, ModelConfig, parameter_count, state_floats, with_parameter_count
+from grid_report import Row, report
+from model import Model, ModelConfig, parameter_count, state_floats
 from tasks import Batch, Task
 from tqdm import tqdm
 from training import TEST, TRAIN, VALIDATION, TrainConfig, _interrupts, _replacing, batch
 
 import vla_jax
-
-Row = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +125,7 @@ class Experiment:
       axis: label of ``Cell.setting``.
       published: ``{preset: {arm: {setting: accuracy}}}``, shown beside what is found.
       log_axis: whether the settings are drawn on a logarithmic axis.
+      state_axis: presets of which accuracy is drawn over the size of the state too.
       direct: further presets that train nothing: functions of the directory.
     """
 
@@ -137,43 +136,8 @@ class Experiment:
         default_factory=dict
     )
     log_axis: bool = False
+    state_axis: tuple[str, ...] = ()
     direct: Mapping[str, Callable[[pathlib.Path], None]] = dataclasses.field(default_factory=dict)
-
-
-# --- arms ---------------------------------------------------------------------------------------
-
-# The published method and its opponents, then one option at a time, then what is exact.
-ARMS: dict[str, dict[str, Any]] = {
-    "vla": {"mixer": "vla"},
-    "deltanet": {"mixer": "deltanet"},
-    "published_deltanet": {"mixer": "published_deltanet"},
-    "softmax": {"mixer": "softmax"},
-    "linear": {"mixer": "linear"},
-    "gated_deltanet": {"mixer": "gated_deltanet"},
-    "mesa": {"mixer": "mesa"},
-    "identity": {"mixer": "identity"},
-    "deltanet elu": {"mixer": "deltanet_elu"},
-    "vla key": {"mixer": "vla", "direction": "key"},
-    "vla projection": {"mixer": "vla", "write_gain": "projection"},
-    "vla rls": {"mixer": "vla", "write_gain": "rls"},
-    "vla key projection": {"mixer": "vla", "direction": "key", "write_gain": "projection"},
-    "vla key rls": {"mixer": "vla", "direction": "key", "write_gain": "rls"},
-    "vla no ratio": {"mixer": "vla", "readout": "none"},
-    "vla key no ratio": {"mixer": "vla", "direction": "key", "readout": "none"},
-    "vla rms": {"mixer": "vla", "output_norm": "rms_per_head"},
-}
-
-
-def model_of(arm: str, match: bool = False, **sizes: Any) -> ModelConfig:
-    """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN."""
-    config = ModelConfig(**(sizes | ARMS[arm]))
-    if not match:
-        return config
-    # All arms have the same embeddings, of which the difference does not depend.
-    small = sizes | {"vocab_size": 1, "max_length": None}
-    count = parameter_count(ModelConfig("vla", **small))
-    matched = with_parameter_count(ModelConfig(**(small | ARMS[arm])), count)
-    return dataclasses.replace(config, ffn_dim=matched.ffn_dim)
 
 
 def smoke(cells: Sequence[Cell]) -> list[Cell]:
@@ -186,40 +150,6 @@ def smoke(cells: Sequence[Cell]) -> list[Cell]:
         seeds = cell.seeds[:2]
         small.append(dataclasses.replace(cell, train=train, model=model, seeds=seeds))
     return small
-
-
-# The published experiments: AdamW 3e-4 with warm-up 300 and cosine, batch 64, early stop.
-PUBLISHED = TrainConfig(
-    steps=3000, batch_size=64, learning_rate=3e-4, warmup=300, eval_every=100, eval_batches=4
-)
-PUBLISHED_RATES = (3e-4,)
-FAIR = dataclasses.replace(PUBLISHED, warmup=100)
-FAIR_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
-SEEDS = (0, 1, 2)
-
-# Arms of the published comparison, with DeltaNet as it is beside the published one, and A ≡ I.
-PUBLISHED_ARMS = (
-    "vla",
-    "identity",
-    "published_deltanet",
-    "deltanet",
-    "deltanet elu",
-    "linear",
-    "softmax",
-)
-# Arms that decide what VLA buys, then everything else.
-FAIR_ARMS = ("vla", "deltanet", "vla key", "identity", "mesa", "gated_deltanet", "softmax")
-ABLATIONS = (
-    "deltanet elu",
-    "vla key projection",
-    "vla key no ratio",
-    "vla no ratio",
-    "vla projection",
-    "vla rms",
-    "linear",
-    "vla rls",
-    "vla key rls",
-)
 
 
 # --- training many runs at once -----------------------------------------------------------------
@@ -254,7 +184,7 @@ class Program:
         self._graphdef = nnx.graphdef(nnx.eval_shape(lambda: Model(cell.model, nnx.Rngs(0))))
 
     def compile(self) -> float:
-        """Compiles everything for training; returns the seconds that it took."""
+        """Compiles everything; returns the seconds that it took."""
         start = time.perf_counter()
         cell = self.cell
         state = jax.eval_shape(self.init)
@@ -269,7 +199,21 @@ class Program:
         asked = _asked(cell.task, cell.train)
         evaluate = jax.jit(functools.partial(self._evaluate, asked))
         self.validate = evaluate.lower(state[0], held_out).compile()
+        self._tests = {}
+        for name, task in {"": cell.task, **cell.lengths}.items():
+            batches, rows = self._test_batches(name, task)
+            evaluate = jax.jit(functools.partial(self._evaluate, _asked(task, cell.train)))
+            program = evaluate.lower(state[0], self._shapes(task, batches, rows)).compile()
+            self._tests[name] = (task, batches, rows, program)
         return time.perf_counter() - start
+
+    def _test_batches(self, name: str, task: Task) -> tuple[int, int]:
+        """Batches and their rows: as many sequences as for 4 validations, a quarter if longer."""
+        train = self.cell.train
+        rows = max(1, train.batch_size * self.cell.task.length // task.length)
+        rows = min(rows, train.batch_size)
+        sequences = train.eval_batches * train.batch_size * (1 if name else 4)
+        return max(1, sequences // rows), rows
 
     def _shapes(self, task: Task, batches: int, batch_size: int) -> Batch:
         shape = (batches, len(self.cell.seeds), batch_size, task.length)
@@ -333,14 +277,10 @@ class Program:
 
         return jnp.moveaxis(jax.lax.map(rate, params), 0, 1)
 
-    def test(self, params: Any, task: Task, sequences: int) -> np.ndarray:
-        """Scores on the test stream of a task, of about ``sequences`` sequences a seed."""
-        rows = max(1, self.cell.train.batch_size * self.cell.task.length // task.length)
-        rows = min(rows, self.cell.train.batch_size)
-        batches = max(1, sequences // rows)
-        data = self.draw(task, TEST, 0, batches, rows)
-        evaluate = jax.jit(functools.partial(self._evaluate, _asked(task, self.cell.train)))
-        return np.asarray(evaluate(params, data), np.float64)
+    def test(self, params: Any, name: str) -> np.ndarray:
+        """Scores on the test stream of the cell's task ("") or of one of its ``lengths``."""
+        task, batches, rows, program = self._tests[name]
+        return np.asarray(program(params, self.draw(task, TEST, 0, batches, rows)), np.float64)
 
 
 def _stack(drawn: Sequence[Sequence[Batch]]) -> Iterable[np.ndarray]:
@@ -463,12 +403,8 @@ class Training:
         """Tests every run; one row a run."""
         start = time.perf_counter()
         params, cell = self.state[0], self.cell
-        sequences = 4 * cell.train.eval_batches * cell.train.batch_size
-        loss, accuracy = self.program.test(params, cell.task, sequences)
-        longer = {
-            name: self.program.test(params, task, sequences // 4)[1]
-            for name, task in cell.lengths.items()
-        }
+        loss, accuracy = self.program.test(params, "")
+        longer = {name: self.program.test(params, name)[1] for name in cell.lengths}
         test_seconds = time.perf_counter() - start
         rows = []
         for i, rate in enumerate(cell.learning_rates):
@@ -657,198 +593,6 @@ def _summary(rows: Sequence[Row]) -> str:
         f"{best['train_seconds']} s for {best['runs_together']} runs "
         f"and {best['compile_seconds']} s to compile"
     )
-
-
-# --- report -------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The runs of an arm in a setting at its best learning rate, chosen on validation data."""
-
-    rate: float
-    rows: tuple[Row, ...]
-
-    def accuracies(self, length: str = "") -> list[float]:
-        """Test accuracy of every seed; a run that diverged counts as 0."""
-        found = [r["lengths"].get(length) if length else r["accuracy"] for r in self.rows]
-        return [x or 0.0 for x in found]
-
-
-def outcomes(rows: Iterable[Row]) -> dict[tuple[str, str, float], Outcome]:
-    """``{(panel, arm, setting): Outcome}``."""
-    groups: dict[Any, dict[float, list[Row]]] = {}
-    for row in rows:
-        rates = groups.setdefault((row["panel"], row["arm"], row["setting"]), {})
-        rates.setdefault(row["learning_rate"], []).append(row)
-
-    def quality(item):
-        # A rate that was cut short because another one solved the task does not win over it.
-        runs = item[1]
-        return (
-            -sum(r["ended"] == "another rate" for r in runs),
-            np.mean([r["validation_accuracy"] or 0 for r in runs]),
-        )
-
-    best = {key: max(rates.items(), key=quality) for key, rates in groups.items()}
-    return {key: Outcome(rate, tuple(runs)) for key, (rate, runs) in best.items()}
-
-
-def report(
-    experiment: Experiment, preset: str, rows: Sequence[Row], out_dir: pathlib.Path
-) -> str | None:
-    """Writes ``table.md`` and the plot, prints the table; None if there is nothing to show."""
-    if not rows:
-        return None
-    found = outcomes(rows)
-    text = table(experiment, preset, found)
-    with _replacing(out_dir / "table.md") as temporary:
-        temporary.write_text(text, "utf-8")
-    plot_outcomes(experiment, preset, found, out_dir / f"{experiment.name}-{preset}.png")
-    print(text)
-    return text
-
-
-def _panels(found: Mapping[tuple[str, str, float], Outcome]) -> list[str]:
-    return list(dict.fromkeys(panel for panel, _, _ in found))
-
-
-def table(
-    experiment: Experiment, preset: str, found: Mapping[tuple[str, str, float], Outcome]
-) -> str:
-    """Markdown: an arm a line, a setting a column, mean (lowest–highest) of the seeds."""
-    lines = []
-    for panel in _panels(found):
-        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
-        settings = sorted({s for _, s in here})
-        arms = list(dict.fromkeys(a for a, _ in here))
-        published = experiment.published.get(preset, {})
-        if panel:
-            lines.append(f"**{panel}**\n")
-        columns = [f"{s:g}" for s in settings]
-        head = ["arm", "parameters", "state (floats)", *columns]
-        lines.append(f"Columns: {experiment.axis}.\n")
-        lines.append("| " + " | ".join(head) + " |")
-        lines.append("| " + " | ".join("---" for _ in head) + " |")
-        for arm in arms:
-            outcome = [here.get((arm, s)) for s in settings]
-            present = [o.rows[0] for o in outcome if o is not None]
-            cells = [arm, _span(r["parameters"] for r in present)]
-            cells.append(_span(r["state_floats"] for r in present))
-            cells += ["" if o is None else _cell(o) for o in outcome]
-            lines.append("| " + " | ".join(cells) + " |")
-            values = published.get(arm, {})
-            if values:
-                beside = [f"{values[s]:.3f}" if s in values else "" for s in settings]
-                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *beside]) + " |")
-        lines.append("")
-        names = dict.fromkeys(n for o in here.values() for r in o.rows for n in r["lengths"])
-        if names:
-            lines.append("| arm | trained on | " + " | ".join(names) + " |")
-            lines.append("| --- | --- | " + " | ".join("---" for _ in names) + " |")
-            for (arm, setting), o in here.items():
-                spreads = [_spread(o.accuracies(n)) for n in names]
-                lines.append("| " + " | ".join([arm, f"{setting:g}", *spreads]) + " |")
-            lines.append("")
-    lines.append(_legend(found))
-    return "\n".join(lines)
-
-
-def _legend(found: Mapping[Any, Outcome]) -> str:
-    rows = [row for outcome in found.values() for row in outcome.rows]
-    devices = ", ".join(sorted({row["device"] for row in rows}))
-    jax_versions = ", ".join(sorted({row["versions"]["jax"] for row in rows}))
-    chance = [row["untrained_accuracy"] for row in rows if row["untrained_accuracy"] is not None]
-    untrained = f"{min(chance):.3f}–{max(chance):.3f}" if chance else "not finite"
-    return (
-        "Test accuracy, mean (lowest–highest) over the seeds, at the learning rate that is best on "
-        "validation data; `@` names it where several were tried, and the number of seeds follows "
-        f"where they are not three. Untrained: {untrained}. "
-        f"Device: {devices}; jax {jax_versions}.\n"
-    )
-
-
-def _span(values: Iterable[int]) -> str:
-    low, high = min(values := list(values)), max(values)
-    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
-
-
-def _spread(values: Sequence[float]) -> str:
-    mean = f"{np.mean(values):.3f}"
-    if len(values) == 1 or max(values) - min(values) < 0.0005:
-        return mean
-    return f"{mean} ({min(values):.3f}–{max(values):.3f})"
-
-
-def _cell(outcome: Outcome) -> str:
-    text = _spread(outcome.accuracies())
-    if len(outcome.rows[0]["settings"]["learning_rates"]) > 1:
-        text += f" @{outcome.rate:g}"
-    return text if len(outcome.rows) == 3 else f"{text} [{len(outcome.rows)}]"
-
-
-# Okabe and Ito's colours, which differ in lightness too; marker and dash repeat the distinction.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-_MARKERS = "osD^vPXd*<>"
-_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
-
-
-def style(index: int) -> dict[str, Any]:
-    """Colour, marker and dash of a series; no two of the first 40 agree in all."""
-    return {
-        "color": _COLOURS[index % len(_COLOURS)],
-        "marker": _MARKERS[index % len(_MARKERS)],
-        "linestyle": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
-        "markersize": 5,
-        "linewidth": 1.4,
-    }
-
-
-def arm_style(arm: str) -> dict[str, Any]:
-    """The style of an arm: the same in every plot."""
-    known = list(ARMS)
-    return style(known.index(arm) if arm in known else len(known))
-
-
-def plot_outcomes(
-    experiment: Experiment,
-    preset: str,
-    found: Mapping[tuple[str, str, float], Outcome],
-    path: pathlib.Path,
-) -> None:
-    """Accuracy over the settings, a panel beside the other; hollow markers are published."""
-    panels = _panels(found)
-    figure = Figure(figsize=(1.8 + 4.6 * len(panels), 4.4), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    drawn: dict[str, Any] = {}
-    for panel, one in zip(panels, axes, strict=True):
-        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
-        for arm in dict.fromkeys(a for a, _ in here):
-            settings = sorted(s for a, s in here if a == arm)
-            values = [here[arm, s].accuracies() for s in settings]
-            mean = np.asarray([np.mean(v) for v in values])
-            spread = [mean - [min(v) for v in values], [max(v) for v in values] - mean]
-            drawn.setdefault(
-                arm, one.errorbar(settings, mean, yerr=spread, capsize=2, **arm_style(arm))
-            )
-            published = experiment.published.get(preset, {}).get(arm)
-            if published:
-                look = arm_style(arm) | {"linestyle": "none", "markerfacecolor": "none"}
-                one.plot(*zip(*published.items(), strict=True), **look | {"markersize": 9})
-        one.set(xlabel=experiment.axis, ylabel="test accuracy", ylim=(-0.03, 1.03), title=panel)
-        if experiment.log_axis:
-            one.set_xscale("log", base=2)
-        ticks = sorted({s for _, s in here})
-        one.set_xticks(ticks, [f"{s:g}" for s in ticks])
-        one.minorticks_off()
-        one.grid(alpha=0.3)
-    figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize="small")
-    title = f"{experiment.name}, {preset} preset"
-    if experiment.published.get(preset):
-        title += " (hollow: as published)"
-    figure.suptitle(title)
-    with _replacing(path) as temporary:
-        figure.savefig(temporary, dpi=200)
 
 
 # --- command ------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 
 import grid
-from grid import FAIR, FAIR_ARMS, FAIR_RATES, SEEDS, Cell, model_of
+from arms import FAIR, FAIR_ARMS, FAIR_RATES, PUBLISHED, PUBLISHED_RATES, SEEDS, model_of
+from grid import Cell
 from tasks import MQAR
 
 _PAIRS = 8
@@ -21,8 +22,8 @@ _PAIRS = 8
 def _published(arm: str, length: int) -> Cell:
     task = MQAR(_PAIRS, seq_len=length)
     model = model_of(arm, vocab_size=task.vocab_size, max_length=length)
-    train = dataclasses.replace(grid.PUBLISHED, steps=2000)
-    return Cell(arm, length, task, model, train, grid.PUBLISHED_RATES, SEEDS)
+    train = dataclasses.replace(PUBLISHED, steps=2000)
+    return Cell(arm, length, task, model, train, PUBLISHED_RATES, SEEDS)
 
 
 def _fair(arm: str, length: int = 512) -> Cell:

@@ -24,7 +24,8 @@ import grid
 import jax
 import jax.numpy as jnp
 import numpy as np
-from grid import SEEDS
+from arms import SEEDS
+from grid_report import Row, style
 from matplotlib.figure import Figure
 from training import _replacing
 
@@ -110,7 +111,7 @@ def _recall(out_dir: pathlib.Path) -> None:
     _report(rows, out_dir)
 
 
-def _report(rows: list[grid.Row], out_dir: pathlib.Path) -> None:
+def _report(rows: list[Row], out_dir: pathlib.Path) -> None:
     found = {
         (arm, n): [r["accuracy"] for r in rows if r["arm"] == arm and r["pairs"] == n]
         for arm in RECALL_ARMS
@@ -129,7 +130,7 @@ def _report(rows: list[grid.Row], out_dir: pathlib.Path) -> None:
     axes = figure.subplots()
     for i, arm in enumerate(RECALL_ARMS):
         mean = [np.mean(found[arm, n]) for n in RECALL_PAIRS]
-        axes.plot(RECALL_PAIRS, mean, label=arm, **grid.style(i))
+        axes.plot(RECALL_PAIRS, mean, label=arm, **style(i))
     axes.plot(RECALL_PAIRS, [1 / n for n in RECALL_PAIRS], color="0.6", label="chance")
     axes.axvline(DIM, color="0.8", zorder=0)
     axes.set(xlabel="key-value pairs (32 dimensions)", ylabel="recalled", ylim=(-0.03, 1.03))

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from grid_report import Row, style
 from matplotlib.figure import Figure
 from training import _replacing
 
@@ -429,9 +430,9 @@ def run(preset: str, out_dir: pathlib.Path) -> None:
 # --- report --------------------------------------------------------------------------------------
 
 
-def _select(rows: Sequence[grid.Row], part: str) -> dict[str, list[grid.Row]]:
+def _select(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
     """Rows of a part by arm and what else distinguishes them but the seed."""
-    chosen: dict[str, list[grid.Row]] = {}
+    chosen: dict[str, list[Row]] = {}
     for row in rows:
         if row["part"] == part:
             extra = [str(row[n]) for n in ("values", "directions", "inputs", "angle") if n in row]
@@ -439,18 +440,18 @@ def _select(rows: Sequence[grid.Row], part: str) -> dict[str, list[grid.Row]]:
     return chosen
 
 
-def _mean(rows: Sequence[grid.Row], name: str) -> str:
+def _mean(rows: Sequence[Row], name: str) -> str:
     return f"{np.mean([row[name] for row in rows]):.4g}"
 
 
-def _range(rows: Sequence[grid.Row], name: str) -> str:
+def _range(rows: Sequence[Row], name: str) -> str:
     values = np.asarray([row[name] for row in rows])
     low, high = values[:, 0].min(), values[:, -1].max()
     middle = f"mean {values[:, 1].mean():.4f}, " if values.shape[1] == 3 else ""
     return f"{middle}{low:.4f} to {high:.4f}"
 
 
-def table(rows: Sequence[grid.Row]) -> str:
+def table(rows: Sequence[Row]) -> str:
     """Markdown tables of what is there, means over the seeds."""
     lines: list[str] = []
 
@@ -535,7 +536,7 @@ def table(rows: Sequence[grid.Row]) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: Sequence[grid.Row], path: pathlib.Path) -> None:
+def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Four panels, each for what there is of it."""
     figure = Figure(figsize=(11, 7.6), layout="constrained")
     axes = figure.subplots(2, 2).flatten()
@@ -553,7 +554,7 @@ def plot(rows: Sequence[grid.Row], path: pathlib.Path) -> None:
         for i, (name, group) in enumerate(series.items()):
             curves = np.asarray([row["curve"] for row in group])
             x, y = curves[0, :, 0], curves[:, :, 1].mean(axis=0)
-            look = grid.style(i) | {"markevery": max(1, len(x) // 8)}
+            look = style(i) | {"markevery": max(1, len(x) // 8)}
             one.plot(x, y, label=name, **look)
         one.set(xlabel="token", ylabel=label, title=title, xscale="log", yscale="log")
         one.grid(alpha=0.3)

@@ -15,9 +15,11 @@ from support import assert_close
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
+import arms
 import capacity
 import copy_task
 import grid
+import grid_report
 import long_context
 import overload
 import training
@@ -178,11 +180,59 @@ def test_the_best_rate_is_chosen_on_validation_data():
         }  # fmt: skip
 
     rows = [row(1, 0, 0.5, 0.9), row(1, 1, 0.5, 0.9), row(2, 0, 0.8, 0.7), row(2, 1, None, None)]
-    outcome = grid.outcomes(rows)["", "x", 4]
+    outcome = grid_report.outcomes(rows)["", "x", 4]
     assert outcome.rate == 1
     rows = [row(1, 0, 0.999, 1.0, "another rate"), row(2, 0, 0.999, 0.99, "target")]
-    assert grid.outcomes(rows)["", "x", 4].rate == 2
-    assert grid._spread([0.1, 0.2]) == "0.150 (0.100–0.200)"
+    assert grid_report.outcomes(rows)["", "x", 4].rate == 2
+    assert grid_report._spread([0.1, 0.2]) == "0.150 (0.100–0.200)"
+
+
+def test_plots_show_every_length_and_state(tmp_path, monkeypatch):
+    def row(arm, panel, floats, test, lengths):
+        return {
+            "panel": panel, "arm": arm, "setting": 4, "lengths": lengths, "learning_rate": 1,
+            "seed": 0, "validation_accuracy": 0.5, "accuracy": test, "ended": "steps",
+            "state_floats": floats,
+        }  # fmt: skip
+
+    rows = [
+        row("vla", "d_model 64", 100, 0.9, {"2T": 0.8, "4T": 0.7}),
+        row("softmax", "d_model 64", 400, 0.6, {"2T": 0.5, "4T": 0.4}),
+        row("vla", "d_model 128", 200, 1.0, {"2T": 0.95, "4T": None}),
+    ]
+    found = grid_report.outcomes(rows)
+    figures = []
+    monkeypatch.setattr(grid_report, "_save", lambda figure, *_: figures.append(figure))
+
+    def lines(axes):
+        return [
+            (list(c.lines[0].get_xdata()), list(c.lines[0].get_ydata())) for c in axes.containers
+        ]
+
+    grid_report.plot_lengths(capacity.EXPERIMENT, "zoology", found, tmp_path / "lengths.png")
+    wide, narrow = figures[-1].axes
+    assert "d_model 128" in wide.get_title()
+    assert "d_model 64" in narrow.get_title()
+    assert lines(wide) == [([0, 1, 2], [1.0, 0.95, 0.0])]
+    assert lines(narrow) == [([0, 1, 2], [0.9, 0.8, 0.7]), ([0, 1, 2], [0.6, 0.5, 0.4])]
+    assert [t.get_text() for t in narrow.get_xticklabels()] == ["as trained", "2T", "4T"]
+    grid_report.plot_states(capacity.EXPERIMENT, "zoology", found, tmp_path / "states.png")
+    (axes,) = figures[-1].axes
+    assert lines(axes) == [([100, 200], [0.9, 1.0]), ([400], [0.6])]
+
+
+def test_reports_write_what_the_rows_allow(tmp_path):
+    results = ROOT / "benchmarks" / "results"
+    for preset, names in (
+        ("zoology", {"capacity-zoology.png", "capacity-zoology-lengths.png",
+                     "capacity-zoology-states.png"}),
+        ("published", {"capacity-published.png"}),
+    ):  # fmt: skip
+        out = tmp_path / preset
+        out.mkdir()
+        rows = grid.read_rows(results / f"capacity-{preset}.jsonl")
+        assert grid_report.report(capacity.EXPERIMENT, preset, rows, out)
+        assert {p.name for p in out.iterdir()} == names | {"table.md"}
 
 
 @pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda m: m.EXPERIMENT.name)
@@ -201,13 +251,13 @@ def test_presets_are_well_formed(module):
 def test_fair_arms_have_equally_many_parameters():
     cells = [c for c in capacity._fair() if c.setting == 16 and c.model.short_conv]
     counts = {c.arm: parameter_count(c.model) for c in cells}
-    assert len(counts) == len(grid.FAIR_ARMS) + len(grid.ABLATIONS)
+    assert len(counts) == len(arms.FAIR_ARMS) + len(arms.ABLATIONS)
     assert max(counts.values()) - min(counts.values()) < 0.005 * counts["vla"]
 
 
 def test_styles_differ_between_arms():
-    looks = {json.dumps(grid.arm_style(arm), default=str) for arm in grid.ARMS}
-    assert len(looks) == len(grid.ARMS)
+    looks = {json.dumps(grid_report.arm_style(arm), default=str) for arm in arms.ARMS}
+    assert len(looks) == len(arms.ARMS)
 
 
 def test_steps_must_fit():

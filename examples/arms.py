@@ -1,0 +1,85 @@
+"""The arms of the grids and how they are trained: models that differ in the mixer alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from model import ModelConfig, parameter_count, with_parameter_count
+from training import TrainConfig
+
+# The published method and its opponents, then one option at a time, then what is exact.
+ARMS: dict[str, dict[str, Any]] = {
+    "vla": {"mixer": "vla"},
+    "deltanet": {"mixer": "deltanet"},
+    "published_deltanet": {"mixer": "published_deltanet"},
+    "softmax": {"mixer": "softmax"},
+    "linear": {"mixer": "linear"},
+    "gated_deltanet": {"mixer": "gated_deltanet"},
+    "mesa": {"mixer": "mesa"},
+    "identity": {"mixer": "identity"},
+    "deltanet elu": {"mixer": "deltanet_elu"},
+    "vla key": {"mixer": "vla", "direction": "key"},
+    "vla projection": {"mixer": "vla", "write_gain": "projection"},
+    "vla rls": {"mixer": "vla", "write_gain": "rls"},
+    "vla key projection": {"mixer": "vla", "direction": "key", "write_gain": "projection"},
+    "vla key rls": {"mixer": "vla", "direction": "key", "write_gain": "rls"},
+    "vla no ratio": {"mixer": "vla", "readout": "none"},
+    "vla key no ratio": {"mixer": "vla", "direction": "key", "readout": "none"},
+    "vla rms": {"mixer": "vla", "output_norm": "rms_per_head"},
+    "vla no ratio rms": {"mixer": "vla", "readout": "none", "output_norm": "rms_per_head"},
+    "vla key no ratio rms": {
+        "mixer": "vla",
+        "direction": "key",
+        "readout": "none",
+        "output_norm": "rms_per_head",
+    },
+}
+
+
+def model_of(arm: str, match: bool = False, **sizes: Any) -> ModelConfig:
+    """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN."""
+    config = ModelConfig(**(sizes | ARMS[arm]))
+    if not match:
+        return config
+    # All arms have the same embeddings, of which the difference does not depend.
+    small = sizes | {"vocab_size": 1, "max_length": None}
+    count = parameter_count(ModelConfig("vla", **small))
+    matched = with_parameter_count(ModelConfig(**(small | ARMS[arm])), count)
+    return dataclasses.replace(config, ffn_dim=matched.ffn_dim)
+
+
+# The published experiments: AdamW 3e-4 with warm-up 300 and cosine, batch 64, early stop.
+PUBLISHED = TrainConfig(
+    steps=3000, batch_size=64, learning_rate=3e-4, warmup=300, eval_every=100, eval_batches=4
+)
+PUBLISHED_RATES = (3e-4,)
+FAIR = dataclasses.replace(PUBLISHED, warmup=100)
+FAIR_RATES = (3e-4, 1e-3, 3e-3, 1e-2)
+SEEDS = (0, 1, 2)
+
+# Arms of the published comparison, with DeltaNet as it is beside the published one, and A ≡ I.
+PUBLISHED_ARMS = (
+    "vla",
+    "identity",
+    "published_deltanet",
+    "deltanet",
+    "deltanet elu",
+    "linear",
+    "softmax",
+)
+# Arms that decide what VLA buys, then everything else.
+FAIR_ARMS = ("vla", "deltanet", "vla key", "identity", "mesa", "gated_deltanet", "softmax")
+ABLATIONS = (
+    "deltanet elu",
+    "vla key projection",
+    "vla key no ratio",
+    "vla no ratio",
+    "vla projection",
+    "vla rms",
+    "vla no ratio rms",
+    "vla key no ratio rms",
+    "linear",
+    "vla rls",
+    "vla key rls",
+)

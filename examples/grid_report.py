@@ -1,0 +1,267 @@
+"""What a grid found, from its rows: the best learning rate, a table, plots."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from arms import ARMS
+from matplotlib.figure import Figure
+from training import _replacing
+
+if TYPE_CHECKING:
+    from grid import Experiment
+
+Row = dict[str, Any]
+Key = tuple[str, str, float]  # panel, arm, setting
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The runs of an arm in a setting at its best learning rate, chosen on validation data."""
+
+    rate: float
+    rows: tuple[Row, ...]
+
+    def accuracies(self, length: str = "") -> list[float]:
+        """Test accuracy of every seed; a run that diverged counts as 0."""
+        found = [r["lengths"].get(length) if length else r["accuracy"] for r in self.rows]
+        return [x or 0.0 for x in found]
+
+
+def outcomes(rows: Iterable[Row]) -> dict[Key, Outcome]:
+    """``{(panel, arm, setting): Outcome}``."""
+    groups: dict[Any, dict[float, list[Row]]] = {}
+    for row in rows:
+        rates = groups.setdefault((row["panel"], row["arm"], row["setting"]), {})
+        rates.setdefault(row["learning_rate"], []).append(row)
+
+    def quality(item):
+        # A rate that was cut short because another one solved the task does not win over it.
+        runs = item[1]
+        return (
+            -sum(r["ended"] == "another rate" for r in runs),
+            np.mean([r["validation_accuracy"] or 0 for r in runs]),
+        )
+
+    best = {key: max(rates.items(), key=quality) for key, rates in groups.items()}
+    return {key: Outcome(rate, tuple(runs)) for key, (rate, runs) in best.items()}
+
+
+def report(
+    experiment: Experiment, preset: str, rows: Sequence[Row], out_dir: pathlib.Path
+) -> str | None:
+    """Writes ``table.md`` and the plots, prints the table; None if there is nothing to show."""
+    if not rows:
+        return None
+    found = outcomes(rows)
+    text = table(experiment, preset, found)
+    with _replacing(out_dir / "table.md") as temporary:
+        temporary.write_text(text, "utf-8")
+    stem = f"{experiment.name}-{preset}"
+    plot_outcomes(experiment, preset, found, out_dir / f"{stem}.png")
+    if any(row["lengths"] for row in rows):
+        plot_lengths(experiment, preset, found, out_dir / f"{stem}-lengths.png")
+    if preset in experiment.state_axis:
+        plot_states(experiment, preset, found, out_dir / f"{stem}-states.png")
+    print(text)
+    return text
+
+
+def _panels(found: Mapping[Key, Outcome]) -> list[str]:
+    return list(dict.fromkeys(panel for panel, _, _ in found))
+
+
+def table(experiment: Experiment, preset: str, found: Mapping[Key, Outcome]) -> str:
+    """Markdown: an arm a line, a setting a column, mean (lowest–highest) of the seeds."""
+    lines = []
+    for panel in _panels(found):
+        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
+        settings = sorted({s for _, s in here})
+        arms = list(dict.fromkeys(a for a, _ in here))
+        published = experiment.published.get(preset, {})
+        if panel:
+            lines.append(f"**{panel}**\n")
+        columns = [f"{s:g}" for s in settings]
+        head = ["arm", "parameters", "state (floats)", *columns]
+        lines.append(f"Columns: {experiment.axis}.\n")
+        lines.append("| " + " | ".join(head) + " |")
+        lines.append("| " + " | ".join("---" for _ in head) + " |")
+        for arm in arms:
+            outcome = [here.get((arm, s)) for s in settings]
+            present = [o.rows[0] for o in outcome if o is not None]
+            cells = [arm, _span(r["parameters"] for r in present)]
+            cells.append(_span(r["state_floats"] for r in present))
+            cells += ["" if o is None else _cell(o) for o in outcome]
+            lines.append("| " + " | ".join(cells) + " |")
+            values = published.get(arm, {})
+            if values:
+                beside = [f"{values[s]:.3f}" if s in values else "" for s in settings]
+                lines.append("| " + " | ".join([f"*{arm}, published*", "", "", *beside]) + " |")
+        lines.append("")
+        names = dict.fromkeys(n for o in here.values() for r in o.rows for n in r["lengths"])
+        if names:
+            lines.append("| arm | trained on | " + " | ".join(names) + " |")
+            lines.append("| --- | --- | " + " | ".join("---" for _ in names) + " |")
+            for (arm, setting), o in here.items():
+                spreads = [_spread(o.accuracies(n)) for n in names]
+                lines.append("| " + " | ".join([arm, f"{setting:g}", *spreads]) + " |")
+            lines.append("")
+    lines.append(_legend(found))
+    return "\n".join(lines)
+
+
+def _legend(found: Mapping[Any, Outcome]) -> str:
+    rows = [row for outcome in found.values() for row in outcome.rows]
+    devices = ", ".join(sorted({row["device"] for row in rows}))
+    jax_versions = ", ".join(sorted({row["versions"]["jax"] for row in rows}))
+    chance = [row["untrained_accuracy"] for row in rows if row["untrained_accuracy"] is not None]
+    untrained = f"{min(chance):.3f}–{max(chance):.3f}" if chance else "not finite"
+    return (
+        "Test accuracy, mean (lowest–highest) over the seeds, at the learning rate that is best on "
+        "validation data; `@` names it where several were tried, and the number of seeds follows "
+        f"where they are not three. Untrained: {untrained}. "
+        f"Device: {devices}; jax {jax_versions}.\n"
+    )
+
+
+def _span(values: Iterable[int]) -> str:
+    low, high = min(values := list(values)), max(values)
+    return f"{low:,}" if low == high else f"{low:,}–{high:,}"
+
+
+def _spread(values: Sequence[float]) -> str:
+    mean = f"{np.mean(values):.3f}"
+    if len(values) == 1 or max(values) - min(values) < 0.0005:
+        return mean
+    return f"{mean} ({min(values):.3f}–{max(values):.3f})"
+
+
+def _cell(outcome: Outcome) -> str:
+    text = _spread(outcome.accuracies())
+    if len(outcome.rows[0]["settings"]["learning_rates"]) > 1:
+        text += f" @{outcome.rate:g}"
+    return text if len(outcome.rows) == 3 else f"{text} [{len(outcome.rows)}]"
+
+
+# Okabe and Ito's colours, which differ in lightness too; marker and dash repeat the distinction.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
+_MARKERS = "osD^vPXd*<>"
+_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+
+
+def style(index: int) -> dict[str, Any]:
+    """Colour, marker and dash of a series; no two of the first 40 agree in all."""
+    return {
+        "color": _COLOURS[index % len(_COLOURS)],
+        "marker": _MARKERS[index % len(_MARKERS)],
+        "linestyle": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
+        "markersize": 5,
+        "linewidth": 1.4,
+    }
+
+
+def arm_style(arm: str) -> dict[str, Any]:
+    """The style of an arm: the same in every plot."""
+    known = list(ARMS)
+    return style(known.index(arm) if arm in known else len(known))
+
+
+def _figure(titles: Sequence[str]) -> tuple[Figure, list[Any]]:
+    """A figure with axes of these titles, four in a line at most."""
+    columns = min(len(titles), 4)
+    lines = -(-len(titles) // columns)
+    figure = Figure(figsize=(1.8 + 4.6 * columns, 0.4 + 4 * lines), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for one in axes[len(titles) :]:
+        one.remove()
+    for one, title in zip(axes, titles, strict=False):
+        one.set(ylabel="test accuracy", ylim=(-0.03, 1.03), title=title)
+        one.grid(alpha=0.3)
+    return figure, axes[: len(titles)]
+
+
+def _draw(axes: Any, arm: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Any:
+    """Means and the range of the seeds."""
+    mean = np.asarray([np.mean(v) for v in values])
+    spread = [mean - [min(v) for v in values], [max(v) for v in values] - mean]
+    spread = np.maximum(spread, 0)  # the mean of equal numbers may be off by its rounding
+    return axes.errorbar(x, mean, yerr=spread, capsize=2, **arm_style(arm))
+
+
+def _save(figure: Figure, drawn: Mapping[str, Any], title: str, path: pathlib.Path) -> None:
+    figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize="small")
+    figure.suptitle(title)
+    with _replacing(path) as temporary:
+        figure.savefig(temporary, dpi=200)
+
+
+def plot_outcomes(
+    experiment: Experiment,
+    preset: str,
+    found: Mapping[Key, Outcome],
+    path: pathlib.Path,
+) -> None:
+    """Accuracy over the settings, a panel beside the other; hollow markers are published."""
+    panels = _panels(found)
+    figure, axes = _figure(panels)
+    drawn: dict[str, Any] = {}
+    for panel, one in zip(panels, axes, strict=True):
+        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
+        for arm in dict.fromkeys(a for a, _ in here):
+            settings = sorted(s for a, s in here if a == arm)
+            drawn[arm] = _draw(one, arm, settings, [here[arm, s].accuracies() for s in settings])
+            published = experiment.published.get(preset, {}).get(arm)
+            if published:
+                look = arm_style(arm) | {"linestyle": "none", "markerfacecolor": "none"}
+                one.plot(*zip(*published.items(), strict=True), **look | {"markersize": 9})
+        one.set_xlabel(experiment.axis)
+        if experiment.log_axis:
+            one.set_xscale("log", base=2)
+        ticks = sorted({s for _, s in here})
+        one.set_xticks(ticks, [f"{s:g}" for s in ticks])
+        one.minorticks_off()
+    title = f"{experiment.name}, {preset} preset"
+    if experiment.published.get(preset):
+        title += " (hollow: as published)"
+    _save(figure, drawn, title, path)
+
+
+def plot_lengths(
+    experiment: Experiment, preset: str, found: Mapping[Key, Outcome], path: pathlib.Path
+) -> None:
+    """Accuracy over the lengths that were tested, of what was trained on one."""
+    tested = {key: o for key, o in found.items() if o.rows[0]["lengths"]}
+    groups = list(dict.fromkeys((p, s) for p, _, s in sorted(tested, key=lambda k: (k[0], k[2]))))
+    titles = [", ".join(filter(None, (p, f"{experiment.axis}: {s:g}"))) for p, s in groups]
+    figure, axes = _figure(titles)
+    drawn: dict[str, Any] = {}
+    for group, one in zip(groups, axes, strict=True):
+        here = {a: o for (p, a, s), o in tested.items() if (p, s) == group}
+        names = ["", *dict.fromkeys(n for o in here.values() for n in o.rows[0]["lengths"])]
+        for arm, o in here.items():
+            drawn[arm] = _draw(one, arm, range(len(names)), [o.accuracies(n) for n in names])
+        one.set_xticks(range(len(names)), ["as trained", *names[1:]])
+        one.set_xlabel("tested at")
+    _save(figure, drawn, f"{experiment.name}, {preset} preset: lengths", path)
+
+
+def plot_states(
+    experiment: Experiment, preset: str, found: Mapping[Key, Outcome], path: pathlib.Path
+) -> None:
+    """Accuracy over the size of the state, a setting beside the other; a panel is a point."""
+    settings = sorted({s for _, _, s in found})
+    figure, axes = _figure([f"{s:g} {experiment.axis}" for s in settings])
+    drawn: dict[str, Any] = {}
+    for setting, one in zip(settings, axes, strict=True):
+        here = [(a, o) for (_, a, s), o in found.items() if s == setting]
+        for arm in dict.fromkeys(a for a, _ in here):
+            mine = [o for a, o in here if a == arm]
+            mine.sort(key=lambda o: o.rows[0]["state_floats"])
+            sizes = [o.rows[0]["state_floats"] for o in mine]
+            drawn[arm] = _draw(one, arm, sizes, [o.accuracies() for o in mine])
+        one.set(xlabel="state of a sequence (numbers)", xscale="log")
+    _save(figure, drawn, f"{experiment.name}, {preset} preset: state", path)
