@@ -441,6 +441,7 @@ def main(argv):
             row.forward_tokens_per_s = 1e3 * case.batch * case.length / row.forward_ms
         rows.append(row)
         print(table([row]).splitlines()[1], flush=True)
+        found = versions()  # those of torch and fla are known once they have been called
         save(rows, found, stem.with_name(stem.name + ".json"))
     print(f"\n{found}\n{table(rows)}")
     plot(rows, stem.with_name(stem.name + ".png"))

@@ -632,6 +632,8 @@ def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
             cells = [cell for cell in cells if getattr(cell, of) in chosen]
     if values.seeds:
         seeds = tuple(_numbers("seeds", values.seeds, int))
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"--seeds must differ, got {','.join(values.seeds)}")
         cells = [dataclasses.replace(c, seeds=seeds) for c in cells]
     if values.steps is not None:
         cells = [

@@ -184,11 +184,16 @@ def _figure(titles: Sequence[str]) -> tuple[Figure, list[Any]]:
     return figure, axes[: len(titles)]
 
 
+def _aside(arms: Sequence[str]) -> np.ndarray:
+    """How far from its place each is drawn, so that what is equally good can be told apart."""
+    return 0.03 * (np.arange(len(arms)) - (len(arms) - 1) / 2)
+
+
 def _draw(axes: Any, arm: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Any:
     """Means and the range of the seeds."""
     mean = np.asarray([np.mean(v) for v in values])
-    spread = [mean - [min(v) for v in values], [max(v) for v in values] - mean]
-    spread = np.maximum(spread, 0)  # the mean of equal numbers may be off by its rounding
+    below, above = mean - [min(v) for v in values], [max(v) for v in values] - mean
+    spread = np.maximum([below, above], 0)  # the mean of equal numbers is off by its rounding
     return axes.errorbar(x, mean, yerr=spread, capsize=2, **arm_style(arm))
 
 
@@ -211,9 +216,11 @@ def plot_outcomes(
     drawn: dict[str, Any] = {}
     for panel, one in zip(panels, axes, strict=True):
         here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
-        for arm in dict.fromkeys(a for a, _ in here):
+        arms = list(dict.fromkeys(a for a, _ in here))
+        for arm, aside in zip(arms, _aside(arms), strict=True):
             settings = sorted(s for a, s in here if a == arm)
-            drawn[arm] = _draw(one, arm, settings, [here[arm, s].accuracies() for s in settings])
+            x = [s * 2 ** (aside / 2) if experiment.log_axis else s + aside for s in settings]
+            drawn[arm] = _draw(one, arm, x, [here[arm, s].accuracies() for s in settings])
             published = experiment.published.get(preset, {}).get(arm)
             if published:
                 look = arm_style(arm) | {"linestyle": "none", "markerfacecolor": "none"}
@@ -242,8 +249,11 @@ def plot_lengths(
     for group, one in zip(groups, axes, strict=True):
         here = {a: o for (p, a, s), o in tested.items() if (p, s) == group}
         names = ["", *dict.fromkeys(n for o in here.values() for n in o.rows[0]["lengths"])]
-        for arm, o in here.items():
-            drawn[arm] = _draw(one, arm, range(len(names)), [o.accuracies(n) for n in names])
+        for (arm, o), aside in zip(here.items(), _aside(list(here)), strict=True):
+            x = np.arange(len(names)) + aside
+            drawn[arm] = _draw(one, arm, x, [o.accuracies(n) for n in names])
+        lowest = min(min(o.accuracies(n)) for o in here.values() for n in names)
+        one.set_ylim(lowest - 0.05 * (1.02 - lowest), 1 + 0.05 * (1.02 - lowest))
         one.set_xticks(range(len(names)), ["as trained", *names[1:]])
         one.set_xlabel("tested at")
     _save(figure, drawn, f"{experiment.name}, {preset} preset: lengths", path)
@@ -264,4 +274,7 @@ def plot_states(
             sizes = [o.rows[0]["state_floats"] for o in mine]
             drawn[arm] = _draw(one, arm, sizes, [o.accuracies() for o in mine])
         one.set(xlabel="state of a sequence (numbers)", xscale="log")
+        one.set_xticks(ticks := sorted({o.rows[0]["state_floats"] for _, o in here}))
+        one.set_xticklabels([f"{s:,}" for s in ticks], rotation=30)
+        one.minorticks_off()
     _save(figure, drawn, f"{experiment.name}, {preset} preset: state", path)

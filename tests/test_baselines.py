@@ -242,19 +242,79 @@ def test_gates_out_of_range_are_refused():
     mask[1, 3] = False
     baselines.gated_delta_net(**gated, mask=mask)  # an absent token's does not count
     mesa["beta"][0, 2, 1] = -1
-    with pytest.raises(ValueError, match=r"beta must be positive.*got -1"):
+    with pytest.raises(ValueError, match=r"beta must be finite and not negative, got -1"):
         baselines.mesa_net(**mesa)
+    published = draw("published_deltanet")[0]
+    published["gate"][1, 3, 0, 2] = 7
+    with pytest.raises(ValueError, match=r"gate must be between 0 and 1, got 7"):
+        baselines.published_deltanet(**published)
 
 
-def test_the_delta_rule_gets_operands_of_one_dtype(monkeypatch):
-    """float32 ones among them would have all of its products in float32."""
-    inputs = {n: jnp.asarray(x, jnp.bfloat16) for n, x in draw("deltanet")[0].items()}
-    given, rule = [], baselines.primitives.delta_rule
-    monkeypatch.setattr(
-        baselines.primitives, "delta_rule", lambda *x, **o: given.extend(x) or rule(*x, **o)
-    )
-    baselines.delta_net(**inputs)
-    assert [x.dtype for x in given] == [jnp.bfloat16] * 4
+@pytest.mark.parametrize("kind", ["deltanet", "identity", "gated_deltanet"])
+def test_16_bit_keys_do_not_reach_the_memory(kind):
+    """The unit keys of 16-bit keys are float32: rounded ones are longer than 1 and diverge."""
+    key = np.ones((1, 1024, 1, 48), np.float32)
+    value = np.random.default_rng(0).standard_normal((1, 1024, 1, 4)).astype(np.float32)
+    gates = {} if kind == "identity" else {"beta": np.full((1, 1024, 1), 2, np.float32)}
+    inputs = {"query": key, "key": key, "value": value, **gates}
+    narrow = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.items()}
+    same = {n: x.astype(jnp.float32) for n, x in narrow.items()}
+    found, want = (FUNCTIONS[kind](**x, return_state=True)[1].memory for x in (narrow, same))
+    assert_close(found, want, 1e-4)
+
+
+def test_a_weight_of_zero_has_its_gradient():
+    """Of a saturated gate; √0 would have none."""
+    inputs = {n: np.asarray(x, np.float32) for n, x in draw("mesa")[0].items()}
+    inputs["beta"][:, 2] = 0
+    weight = np.random.default_rng(1).standard_normal((*inputs["value"].shape[:2], 4, 5))
+
+    def loss(beta):
+        return jnp.sum(weight * baselines.mesa_net(**inputs | {"beta": beta}))
+
+    gradient = jax.grad(loss)(inputs["beta"])
+    step = np.zeros_like(inputs["beta"])
+    step[0, 2, 0] = 1e-2
+    slope = (-3 * loss(inputs["beta"]) + 4 * loss(inputs["beta"] + step)) / 2e-2
+    slope -= loss(inputs["beta"] + 2 * step) / 2e-2  # one-sided, of second order
+    assert abs(gradient[0, 2, 0] - slope) < 2e-2 * abs(slope)
+    layer = BaselineAttention("mesa", 4, 32, rngs=nnx.Rngs(0))
+    out = layer(100 * jax.random.normal(jax.random.key(0), (2, 20, 32)))
+    assert np.isfinite(out).all()
+
+
+def test_a_token_that_forgets_all_hides_nothing():
+    inputs, _ = draw("gated_deltanet", length=40)
+    inputs["log_decay"][:] = -0.01
+    inputs["log_decay"][:, 3] = -1e5
+    inputs["log_decay"][:, 9] = -3e38
+    inputs["log_decay"][1, 12:14] = -3e38
+    inputs = {n: np.asarray(x, np.float32) for n, x in inputs.items()}
+    call = lambda x, how: baselines.gated_delta_net(**x, implementation=how)  # noqa: E731
+    results = [jax.vjp(lambda x, h=how: call(x, h), inputs) for how in ("xla", "reference")]
+    (found, pull), (want, pull_want) = results
+    assert_close(found, want, 2e-5)
+    gradients = (p(jnp.ones_like(want)) for p in (pull, pull_want))
+    jax.tree.map(lambda x, y: assert_close(x, y, 2e-5), *gradients)
+
+
+@pytest.mark.parametrize("kind", FUNCTIONS)
+def test_shard_map_where_only_segments_vary(kind):
+    inputs, _ = draw(kind, length=5)
+    inputs = {n: x[:1] if x.ndim > 1 else x for n, x in inputs.items()}
+    ids = np.asarray([[0, 0, 1, 1, 1]])
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    for gates in ((), ("beta", "log_decay", "gate")):
+        specs = {n: P("data") if n in gates else P() for n in inputs}
+        sharded = jax.shard_map(
+            lambda x, ids: FUNCTIONS[kind](**x, segment_ids=ids, return_state=True),
+            mesh=mesh,
+            in_specs=(specs, P("data")),
+            out_specs=P("data"),
+        )
+        want = FUNCTIONS[kind](**inputs, segment_ids=ids, return_state=True)
+        found = jax.jit(sharded)(inputs, ids)
+        jax.tree.map(lambda x, y: assert_close(x, y, 1e-6), found, want)
 
 
 @pytest.mark.parametrize("segments", [False, True], ids=["plain", "segments_and_mask"])

@@ -3,12 +3,15 @@
 import dataclasses
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import vla_jax
+from vla_jax import baselines
+from vla_jax.layer import LayerConfig
 
 B, T, H, HQ, D, E = 2, 3, 2, 4, 4, 5
 
@@ -50,7 +53,7 @@ ATTENTION = {
         -0.1,
         float("nan"),
         float("inf"),
-        2**70,
+        10**400,
         np.array([0.1, -1.0]),
         np.array([0.1, np.nan]),
         ones(3),
@@ -217,6 +220,57 @@ def test_dtype_of_init_state(dtype):
 def test_checks_of_shape_hold_under_jit():
     with pytest.raises(ValueError, match="mask"):
         jax.jit(vla_jax.vla_attention)(**good(), mask=ones(B, T + 1, dtype=bool))
+
+
+@pytest.mark.parametrize("name", ["batch_size", "num_heads", "key_dim", "value_dim"])
+def test_an_axis_that_no_array_has(name):
+    sizes = {"batch_size": B, "num_heads": H, "key_dim": D, "value_dim": E}
+    with pytest.raises(ValueError, match=f"{name} must be less than 2.*, got 1000"):
+        vla_jax.init_state(**{**sizes, name: 10**30})
+    with pytest.raises(ValueError, match="num_heads must be less than 2"):
+        LayerConfig(num_heads=10**30, in_features=8, head_dim=4)
+
+
+def test_checks_of_shape_hold_where_chex_is_switched_off():
+    chex.disable_asserts()
+    try:
+        with pytest.raises(ValueError, match="value must have shape"):
+            vla_jax.vla_attention(**good() | {"value": ones(B, 1, H, E)})
+    finally:
+        chex.enable_asserts()
+
+
+@pytest.mark.parametrize("wide", [2**32 + 5, 10**10, np.int64(2**40), np.full(H, 2**31 + 7)])
+def test_integers_are_not_narrowed_before_they_are_used(wide):
+    options = {"write_gain": "rls", "readout": "none"}
+    found = vla_jax.vla_attention(**good(), lambda0=wide, **options)
+    want = vla_jax.vla_attention(**good(), lambda0=np.asarray(wide, float), **options)
+    np.testing.assert_array_equal(found, want)
+    assert LayerConfig(num_heads=H, in_features=8 * H, lambda0=wide).lambda0
+
+
+@pytest.mark.parametrize("bad", [1e-50, 10**400, 1e300])
+def test_epsilons_that_float32_rounds_away(bad):
+    x = np.zeros((1, 2, 1, 4), np.float32)
+    for call in (vla_jax.vla_attention, baselines.linear_attention, baselines.gated_delta_net):
+        with pytest.raises(ValueError, match=r"\beps must be positive and finite in float32"):
+            call(x, x, x, eps=bad)
+    with pytest.raises(ValueError, match="norm_eps must be positive and finite in float32"):
+        LayerConfig(num_heads=H, in_features=8 * H, norm_eps=bad)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        np.ones((B, T, H, D), np.longdouble),
+        np.ones((B, T, H, D), [("a", np.float32)]),
+        np.ma.masked_array(np.ones((B, T, H, D), np.float32), mask=True),
+    ],
+    ids=["longdouble", "structured", "masked"],
+)
+def test_arrays_that_jax_does_not_know(bad):
+    with pytest.raises(TypeError, match="key must be an array"):
+        vla_jax.vla_attention(**good() | {"key": bad})
 
 
 def test_segment_ids_beyond_int32():

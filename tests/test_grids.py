@@ -205,9 +205,8 @@ def test_plots_show_every_length_and_state(tmp_path, monkeypatch):
     monkeypatch.setattr(grid_report, "_save", lambda figure, *_: figures.append(figure))
 
     def lines(axes):
-        return [
-            (list(c.lines[0].get_xdata()), list(c.lines[0].get_ydata())) for c in axes.containers
-        ]
+        drawn = [c.lines[0] for c in axes.containers]
+        return [([round(float(x)) for x in a.get_xdata()], list(a.get_ydata())) for a in drawn]
 
     grid_report.plot_lengths(capacity.EXPERIMENT, "zoology", found, tmp_path / "lengths.png")
     wide, narrow = figures[-1].axes
@@ -295,6 +294,7 @@ def command(name, *arguments):
     [
         ("--arms=other", "--arms must be among vla, identity"),
         ("--seeds=0,x", "--seeds must be numbers, got 0,x"),
+        ("--seeds=1,1", "--seeds must differ, got 1,1"),
         ("--settings=x", "--settings must be numbers, got x"),
     ],
 )

@@ -256,7 +256,7 @@ class BaselineAttention(_Scaffold):
     def init_state(self, batch_size: int) -> BaselineLayerState:
         """The state of ``batch_size`` fresh sequences, for ``step`` and ``initial_state``."""
         c, dtype = self.config, self._state_dtype()
-        validation.positive("batch_size", batch_size, integer=True)
+        validation.size("batch_size", batch_size)
         heads = (batch_size, c.num_kv_heads)
         core = BaselineState(
             jnp.zeros((*heads, c.head_dim, c.value_dim), dtype),
@@ -408,7 +408,7 @@ class SoftmaxAttention(_Scaffold):
 
     def init_state(self, batch_size: int) -> Cache:
         """The state of ``batch_size`` fresh sequences."""
-        validation.positive("batch_size", batch_size, integer=True)
+        validation.size("batch_size", batch_size)
         self._check_window()
         config = self.config
         if config.head_dim != config.value_dim:

@@ -66,10 +66,6 @@ class _Tokens:
         """``k̂ [B, T, H, D]``, wide."""
         return numerics.normalize(self.key.astype(self.dtype))
 
-    def operand(self, x: Array) -> Array:
-        """``x`` rounded to the dtype of the keys: operands of one 16-bit dtype multiply faster."""
-        return x.astype(self.key.dtype)
-
     @property
     def dtype(self) -> Any:
         """Of the state."""
@@ -79,6 +75,7 @@ class _Tokens:
         """A gate ``[B, T, H]`` (or ``[B, T, H, E]``), wide, ``absent`` where the token is."""
         shape = self.value.shape if axes.endswith("E]") else self.value.shape[:3]
         x = validation.array(name, x, shape, axes).astype(self.dtype)
+        x = numerics.varying_alike((x, self.query))[0]
         if self.present is None:
             return x
         present = self.present if x.ndim == 3 else self.present[..., None]
@@ -114,6 +111,9 @@ def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _T
     value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
     segment_ids = validation.segment_ids(segment_ids, batch, length)
     mask = validation.mask(mask, batch, length)
+    query, key, value, segment_ids, mask = numerics.varying_alike(
+        (query, key, value, segment_ids, mask)
+    )
     if mask is None:
         return _Tokens(query, key, value, segment_ids, None)
     present = mask[..., None, None]
@@ -141,10 +141,10 @@ def _finish(
     return (out, state) if return_state else out
 
 
-def _readout(readout: Any, eps: Any) -> tuple[str, ...]:
+def _readout(readout: Any, eps: Any, t: _Tokens) -> tuple[str, ...]:
     """Checks the options; the optional state field that the read-out needs."""
     validation.choice("readout", readout, READOUTS)
-    validation.positive("eps", eps)
+    validation.floor("eps", eps, t.dtype)
     return ("key_sum",) if readout == "ratio" else ()
 
 
@@ -208,7 +208,7 @@ def linear_attention(
     Args, returns, raises: as ``vla_attention``, with a ``BaselineState`` (memory, key_sum).
     """
     t = _tokens(query, key, value, segment_ids, mask)
-    state = t.initial(initial_state, *_readout(readout, eps))
+    state = t.initial(initial_state, *_readout(readout, eps, t))
     out, memory = primitives.delta_rule(
         t.query, jnp.zeros_like(t.key), t.key, t.value,
         initial_memory=state.memory, segment_ids=t.segment_ids,
@@ -248,11 +248,11 @@ def delta_net(
       As ``vla_attention``.
     """
     t = _tokens(query, key, value, segment_ids, mask)
-    state = t.initial(initial_state, *_readout(readout, eps))
+    state = t.initial(initial_state, *_readout(readout, eps, t))
     unit_key = t.unit_key
     write_key = unit_key if beta is None else t.per_token("beta", beta)[..., None] * unit_key
     out, memory = primitives.delta_rule(
-        t.query, t.operand(unit_key), t.operand(write_key), t.value,
+        t.query, unit_key, write_key, t.value,
         initial_memory=state.memory, segment_ids=t.segment_ids,
         chunk_size=chunk_size, implementation=implementation, precision=precision,
     )  # fmt: skip
@@ -291,7 +291,8 @@ def mesa_net(
 
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
-      beta: ``[B, T, H]``, positive weights of the tokens, checked where concrete; None for 1.
+      beta: ``[B, T, H]``, weights of the tokens, finite and not negative, checked where concrete;
+        None for 1.
       lambda0: scalar or ``[H]``, positive.
       initial_state, segment_ids, mask, chunk_size, implementation, precision, return_state: as in
         ``vla_attention``.
@@ -311,8 +312,11 @@ def mesa_net(
     direction = write_key = unit_key
     if beta is not None:
         weight = t.per_token("beta", beta, absent=1)[..., None]
-        validation.values("beta", weight, lambda x: (x > 0) & (x < jnp.inf), "positive and finite")
-        direction, write_key = jnp.sqrt(weight) * unit_key, weight * unit_key
+        allowed = lambda x: (x >= 0) & (x < jnp.inf)  # noqa: E731
+        validation.values("beta", weight, allowed, "finite and not negative")
+        # The penalty is linear in the weight, and √ is not differentiable at 0.
+        root = jnp.sqrt(weight + jnp.finfo(t.dtype).tiny)
+        direction, write_key = root * unit_key, weight * unit_key
     options: dict[str, Any] = {
         "segment_ids": t.segment_ids,
         "chunk_size": chunk_size,
@@ -361,7 +365,7 @@ def gated_delta_net(
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
       beta: ``[B, T, H]``, None for 1.
       log_decay: ``[B, T, H]``, finite and not positive, checked where concrete: the logarithm of
-        ``a``. None for 0. (Of the logarithm differences are taken, so that nothing is divided by a
+        ``a``. None for 0. (Sums of the logarithm are taken, so that nothing is divided by a
         vanishing product.)
       chunk_size: tokens of a chunk of ``"xla"``.
       implementation: ``"xla"`` (chunkwise; None means it) or ``"reference"`` (token by token).
@@ -375,7 +379,7 @@ def gated_delta_net(
       ValueError, TypeError: for a bad argument, which the message names.
     """
     t = _tokens(query, key, value, segment_ids, mask)
-    state = t.initial(initial_state, *_readout(readout, eps))
+    state = t.initial(initial_state, *_readout(readout, eps, t))
     implementation = "xla" if implementation is None else implementation
     validation.choice("implementation", implementation, GATED_IMPLEMENTATIONS)
     if chunk_size is not None:
@@ -424,7 +428,8 @@ def published_deltanet(
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside (unnormalised keys
         of the published feature map make the recurrence diverge).
-      gate: ``[B, T, H, E]``, the ``g`` of each channel of the value, between 0 and 1.
+      gate: ``[B, T, H, E]``, the ``g`` of each channel of the value, between 0 and 1, checked where
+        concrete.
       initial_state, segment_ids, mask, readout, eps, return_state: as in ``vla_attention``.
 
     Returns:
@@ -434,8 +439,9 @@ def published_deltanet(
       ValueError, TypeError: for a bad argument, which the message names.
     """
     t = _tokens(query, key, value, segment_ids, mask)
-    state = t.initial(initial_state, *_readout(readout, eps))
+    state = t.initial(initial_state, *_readout(readout, eps, t))
     gate = t.per_token("gate", gate, "[B, T, H, E]", absent=1)
+    validation.values("gate", gate, lambda x: (x >= 0) & (x <= 1), "between 0 and 1")
     unit_key = t.unit_key
     arguments = (t.query, unit_key, unit_key, t.value, gate, state.memory)
     out, memory = _decayed_scan(
@@ -481,7 +487,8 @@ def _decayed_chunks(
 
     With ``g`` the running sum of ``log a`` within the chunk and ``Γ[t, s] = exp(g_t − g_s)`` for
     ``s ≤ t``, the residuals solve ``(I + strict_tril(Γ ∘ K Aᵀ)) E = V − exp(g) K S₀`` and
-    ``S_t = exp(g_t) S₀ + Σ_{s≤t} Γ[t, s] a_s e_sᵀ``. No exponent is positive.
+    ``S_t = exp(g_t) S₀ + Σ_{s≤t} Γ[t, s] a_s e_sᵀ``. No exponent is positive, and each is a sum:
+    a difference of two ``g`` would lose what comes after a token that forgets all.
     """
     length, heads = key.shape[1:3]
     chunk = min(chunk_size or chunks.DEFAULT_CHUNK_SIZE, length)
@@ -494,15 +501,15 @@ def _decayed_chunks(
     )
     cont, last, keep = chunks.masks(segments)
     g = jnp.cumsum(log_a, axis=-2)  # [N, B, H, C, 1]
-    lower = jnp.tril(jnp.ones((chunk, chunk), bool))
-    gamma = jnp.exp(jnp.where(lower, g - jnp.swapaxes(g, -1, -2), 0))
+    after = jnp.tri(chunk, k=-1, dtype=bool)  # [t, s]: t comes after s
+    gamma = jnp.exp(jnp.cumsum(jnp.where(after, log_a, 0), axis=-2))
     identity = jnp.eye(chunk, dtype=dtype)
     overlap = chunks.lower(dot("...td,...sd->...ts", k, a) * gamma, segments, -1)
     inverse = numerics.triangular_inverse(overlap + identity)
     grown = chunks.where(cont, jnp.exp(g))  # decay of the memory at the chunk's start
     t_key = dot("...ts,...sd->...td", inverse, grown * k)
     t_value = dot("...ts,...sd->...td", inverse, v)
-    a_end = chunks.where(last, jnp.exp(g[..., -1:, :] - g) * a)
+    a_end = chunks.where(last, jnp.swapaxes(gamma[..., -1:, :], -1, -2) * a)
     carried = chunks.where(keep, jnp.exp(g[..., -1:, :]))  # [N, B, H, 1, 1]
 
     def step(memory, inputs):

@@ -143,7 +143,7 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "in_features"):
-            validation.positive(name, getattr(self, name), integer=True)
+            validation.size(name, getattr(self, name))
         if self.head_dim is None and self.in_features % self.num_heads:
             raise ValueError(
                 f"in_features = {self.in_features} is not a multiple of num_heads = "
@@ -154,18 +154,18 @@ class LayerConfig:
         self._default("value_dim", self.head_dim)
         self._default("out_features", self.in_features)
         for name in ("num_kv_heads", "head_dim", "value_dim", "out_features"):
-            validation.positive(name, getattr(self, name), integer=True)
+            validation.size(name, getattr(self, name))
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads must divide num_heads = {self.num_heads}, got {self.num_kv_heads}"
             )
         if self.short_conv is not None:
-            validation.positive("short_conv", self.short_conv, integer=True)
+            validation.size("short_conv", self.short_conv)
         validation.choice("direction", self.direction, DIRECTIONS)
         validation.choice("write_gain", self.write_gain, WRITE_GAINS)
         validation.choice("readout", self.readout, READOUTS)
         validation.choice("output_norm", self.output_norm, OUTPUT_NORMS)
-        validation.positive("norm_eps", self.norm_eps)
+        validation.floor("norm_eps", self.norm_eps, jnp.float32)
         for name in ("learn_lambda0", "use_bias", "check_invariants", "logical_axes"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")

@@ -42,7 +42,7 @@ def init_state(
     """
     sizes = (batch_size, num_heads, key_dim, value_dim)
     for name, size in zip(("batch_size", "num_heads", "key_dim", "value_dim"), sizes, strict=True):
-        validation.positive(name, size, integer=True)
+        validation.size(name, size)
     if validation.floating_dtype("dtype", dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
     return _with_empty_cache(validation.zero_state(*sizes, dtype))
@@ -184,9 +184,7 @@ def checked(
 def _variant(write_gain: Any, readout: Any, eps: Any, dtype: DTypeLike) -> dict[str, Any]:
     validation.choice("write_gain", write_gain, WRITE_GAINS)
     validation.choice("readout", readout, READOUTS)
-    validation.positive("eps", eps)
-    if eps < jnp.finfo(dtype).tiny:
-        raise ValueError(f"eps must be positive in {jnp.dtype(dtype)}, which rounds {eps} to 0")
+    validation.floor("eps", eps, dtype)
     return {"write_gain": write_gain, "readout": readout, "eps": float(eps)}
 
 

@@ -1,11 +1,10 @@
-"""Argument checks, each written once: static ones through chex, value checks where concrete."""
+"""Argument checks, each written once: of shapes and dtypes always, of values where concrete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,23 +34,22 @@ def array(name: str, x: Any, shape: Sequence[int | None], axes: str) -> Array:
 
 def as_array(name: str, x: Any) -> Array:
     """``x`` as a JAX array; TypeError unless it is an array of something that JAX knows."""
-    if not isinstance(x, jax.Array | np.ndarray):
+    if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
-    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
-        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
-    return jnp.asarray(x)
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}") from error
 
 
 def check_shape(name: str, x: Array, shape: Sequence[int | None], axes: str) -> None:
     """Raises ValueError unless ``x`` has ``shape`` (None for any positive size)."""
-    try:
-        chex.assert_rank(x, len(shape))
-        chex.assert_shape(x, tuple(shape))
-    except AssertionError as error:
+    fits = len(x.shape) == len(shape) and all(
+        want is None or n == want for n, want in zip(x.shape, shape, strict=True)
+    )
+    if not fits:
         want = ", ".join("any" if n is None else str(n) for n in shape)
-        raise ValueError(
-            f"{name} must have shape {axes} = [{want}], got {list(x.shape)}"
-        ) from error
+        raise ValueError(f"{name} must have shape {axes} = [{want}], got {list(x.shape)}")
     if 0 in x.shape and 0 not in shape:
         raise ValueError(f"{name} must have no empty axis, got shape {axes} = {list(x.shape)}")
 
@@ -67,7 +65,7 @@ def query_heads(query: Array, num_kv_heads: int) -> None:
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> None:
     """Raises ValueError unless ``value`` is one of ``allowed``."""
-    if value not in allowed:
+    if not isinstance(value, str | None) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
 
 
@@ -79,6 +77,24 @@ def positive(name: str, value: Any, *, integer: bool = False) -> None:
         raise TypeError(f"{name} must be {kind}, got {type(value).__name__}")
     if not value > 0 or not (isinstance(value, int) or np.isfinite(value)):
         raise ValueError(f"{name} must be positive and finite, got {value}")
+
+
+def size(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless ``value`` is a Python integer that an axis may have."""
+    positive(name, value, integer=True)
+    if value >= 2**31:
+        raise ValueError(f"{name} must be less than 2**31, got {value}")
+
+
+def floor(name: str, value: Any, dtype: Any) -> None:
+    """Raises TypeError or ValueError unless ``value`` is positive and finite in ``dtype`` too."""
+    positive(name, value)
+    if not float(jnp.finfo(dtype).tiny) <= value <= float(jnp.finfo(dtype).max):
+        rounded = 0 if value < 1 else "infinity"
+        raise ValueError(
+            f"{name} must be positive and finite in {jnp.dtype(dtype)}, which rounds {value} to "
+            f"{rounded}"
+        )
 
 
 def values(name: str, x: Array, allowed: Callable[[Any], Any], expected: str) -> None:
@@ -117,6 +133,11 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
         as a normal number of ``dtype``.
     """
     try:
+        # Integers may be wider than JAX's, and are not to be narrowed.
+        if isinstance(value, int | np.integer) and not isinstance(value, bool):
+            value = float(value)
+        elif isinstance(value, np.ndarray) and value.dtype.kind in "iu":
+            value = value.astype(np.float64)
         result = jnp.asarray(value)
     except OverflowError as error:
         raise ValueError(f"lambda0 must be positive and finite, got {value!r}") from error
