@@ -634,6 +634,8 @@ def _choose(cells: Sequence[Cell], values: Any) -> list[Cell]:
         seeds = tuple(_numbers("seeds", values.seeds, int))
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"--seeds must differ, got {','.join(values.seeds)}")
+        if not all(0 <= seed < 2**32 for seed in seeds):  # of which JAX makes keys that differ
+            raise ValueError(f"--seeds must be from 0 to 2**32 - 1, got {','.join(values.seeds)}")
         cells = [dataclasses.replace(c, seeds=seeds) for c in cells]
     if values.steps is not None:
         cells = [

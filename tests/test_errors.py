@@ -240,7 +240,9 @@ def test_checks_of_shape_hold_where_chex_is_switched_off():
         chex.enable_asserts()
 
 
-@pytest.mark.parametrize("wide", [2**32 + 5, 10**10, np.int64(2**40), np.full(H, 2**31 + 7)])
+@pytest.mark.parametrize(
+    "wide", [2**32 + 5, 10**10, np.int64(2**40), np.full(H, 2**31 + 7), [2**40, 1]]
+)
 def test_integers_are_not_narrowed_before_they_are_used(wide):
     options = {"write_gain": "rls", "readout": "none"}
     found = vla_jax.vla_attention(**good(), lambda0=wide, **options)
@@ -336,3 +338,11 @@ def test_second_order_names_the_remedy(wrap, fast_implementation):
     function = wrap(functools.partial(primal, implementation=fast_implementation))
     with pytest.raises(NotImplementedError, match="implementation='reference'"):
         jax.grad(lambda x: jax.grad(function)(x).sum())(ones(1, T, 1, D))
+
+
+def test_an_epsilon_of_a_narrow_dtype_is_its_number():
+    x = np.ones((1, 2, 1, 4), np.float32)
+    found = vla_jax.vla_attention(x, x, x, eps=np.float16(1e-4))
+    np.testing.assert_array_equal(
+        found, vla_jax.vla_attention(x, x, x, eps=float(np.float16(1e-4)))
+    )

@@ -295,6 +295,7 @@ def command(name, *arguments):
         ("--arms=other", "--arms must be among vla, identity"),
         ("--seeds=0,x", "--seeds must be numbers, got 0,x"),
         ("--seeds=1,1", "--seeds must differ, got 1,1"),
+        ("--seeds=0,4294967296", "--seeds must be from 0 to 2**32 - 1, got 0,4294967296"),
         ("--settings=x", "--settings must be numbers, got x"),
     ],
 )

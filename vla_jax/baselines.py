@@ -292,7 +292,7 @@ def mesa_net(
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
       beta: ``[B, T, H]``, weights of the tokens, finite and not negative, checked where concrete;
-        None for 1.
+        None for 1. Second derivatives lose digits where it is small, and have none left at 0.
       lambda0: scalar or ``[H]``, positive.
       initial_state, segment_ids, mask, chunk_size, implementation, precision, return_state: as in
         ``vla_attention``.

@@ -89,6 +89,7 @@ def size(name: str, value: Any) -> None:
 def floor(name: str, value: Any, dtype: Any) -> None:
     """Raises TypeError or ValueError unless ``value`` is positive and finite in ``dtype`` too."""
     positive(name, value)
+    value = value if isinstance(value, int) else float(value)  # of any size, or of a narrow dtype
     if not float(jnp.finfo(dtype).tiny) <= value <= float(jnp.finfo(dtype).max):
         rounded = 0 if value < 1 else "infinity"
         raise ValueError(
@@ -134,6 +135,8 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
     """
     try:
         # Integers may be wider than JAX's, and are not to be narrowed.
+        if isinstance(value, list | tuple):
+            value = np.asarray(value)
         if isinstance(value, int | np.integer) and not isinstance(value, bool):
             value = float(value)
         elif isinstance(value, np.ndarray) and value.dtype.kind in "iu":
