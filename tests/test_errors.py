@@ -341,8 +341,6 @@ def test_second_order_names_the_remedy(wrap, fast_implementation):
 
 
 def test_an_epsilon_of_a_narrow_dtype_is_its_number():
-    x = np.ones((1, 2, 1, 4), np.float32)
-    found = vla_jax.vla_attention(x, x, x, eps=np.float16(1e-4))
-    np.testing.assert_array_equal(
-        found, vla_jax.vla_attention(x, x, x, eps=float(np.float16(1e-4)))
-    )
+    x, eps = np.ones((1, 2, 1, 4), np.float32), np.float16(1e-4)
+    found, want = (vla_jax.vla_attention(x, x, x, eps=e) for e in (eps, float(eps)))
+    np.testing.assert_array_equal(found, want)
