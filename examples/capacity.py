@@ -79,7 +79,7 @@ def _zoology() -> list[Cell]:
         fair_cell(arm, pairs, length, 4, width, f"d_model {width}")
         for width in (64, 128)
         for length, pairs in ((512, 64), (256, 16), (128, 8), (64, 4))
-        for arm in ("vla", "deltanet", "gated_deltanet", "softmax")
+        for arm in ("vla", "deltanet", "gated_deltanet", "softmax", "vla no ratio rms")
     ]
 
 
