@@ -42,7 +42,9 @@ EXPERIMENT = grid.Experiment(
             for length in (512, 49, 256, 128, 64)
             for arm in ("vla", "deltanet", "published_deltanet", "identity", "linear", "softmax")
         ],
-        "fair": lambda: [_fair(arm) for arm in (*FAIR_ARMS, "vla no ratio", "vla no ratio rms", "linear")],
+        "fair": lambda: [
+            _fair(arm) for arm in (*FAIR_ARMS, "vla no ratio", "vla no ratio rms", "linear")
+        ],
         "smoke": lambda: grid.smoke([_fair(arm, 32) for arm in ("vla", "softmax")]),
     },
     axis="tokens of a sequence",
