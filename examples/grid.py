@@ -5,7 +5,7 @@ in one compiled program. Each run is exactly what it would be alone: its data an
 from its own seed as in ``training.py``, and a run that has reached its target is frozen.
 
 A directory holds ``runs.jsonl`` (one line a run, appended in one write), ``partial/`` (the state of
-a cell that was stopped half way), ``table.md`` and the plot. What is in ``runs.jsonl`` is not run
+a cell that was stopped half way), ``table.md`` and the plots. What is in ``runs.jsonl`` is not run
 again; the same command goes on where the last one was stopped or killed.
 """
 
@@ -195,16 +195,16 @@ class Program:
             .lower(state, active, data, jax.ShapeDtypeStruct(self.shape[:1], jnp.float32))
             .compile()
         )
-        held_out = self._shapes(cell.task, cell.train.eval_batches, cell.train.batch_size)
-        asked = _asked(cell.task, cell.train)
-        evaluate = jax.jit(functools.partial(self._evaluate, asked))
-        self.validate = evaluate.lower(state[0], held_out).compile()
+
+        def evaluation(task, batches, rows):
+            evaluate = jax.jit(functools.partial(self._evaluate, _asked(task, cell.train)))
+            return evaluate.lower(state[0], self._shapes(task, batches, rows)).compile()
+
+        self.validate = evaluation(cell.task, cell.train.eval_batches, cell.train.batch_size)
         self._tests = {}
         for name, task in {"": cell.task, **cell.lengths}.items():
             batches, rows = self._test_batches(name, task)
-            evaluate = jax.jit(functools.partial(self._evaluate, _asked(task, cell.train)))
-            program = evaluate.lower(state[0], self._shapes(task, batches, rows)).compile()
-            self._tests[name] = (task, batches, rows, program)
+            self._tests[name] = (task, batches, rows, evaluation(task, batches, rows))
         return time.perf_counter() - start
 
     def _test_batches(self, name: str, task: Task) -> tuple[int, int]:

@@ -63,7 +63,7 @@ class _Tokens:
 
     @property
     def unit_key(self) -> Array:
-        """``k̂ [B, T, H, D]``, wide."""
+        """``k̂ [B, T, H, D]``, wide: in 16 bits it would be longer than 1, and ``β = 2`` diverge."""
         return numerics.normalize(self.key.astype(self.dtype))
 
     @property
@@ -75,7 +75,6 @@ class _Tokens:
         """A gate ``[B, T, H]`` (or ``[B, T, H, E]``), wide, ``absent`` where the token is."""
         shape = self.value.shape if axes.endswith("E]") else self.value.shape[:3]
         x = validation.array(name, x, shape, axes).astype(self.dtype)
-        x = numerics.varying_alike((x, self.query))[0]
         if self.present is None:
             return x
         present = self.present if x.ndim == 3 else self.present[..., None]
