@@ -34,6 +34,12 @@ ARMS: dict[str, dict[str, Any]] = {
         "readout": "none",
         "output_norm": "rms_per_head",
     },
+    "vla silu no ratio rms": {
+        "mixer": "vla_silu",
+        "readout": "none",
+        "output_norm": "rms_per_head",
+    },
+    "vla key silu no ratio": {"mixer": "vla_silu", "direction": "key", "readout": "none"},
 }
 
 
@@ -79,6 +85,8 @@ ABLATIONS = (
     "vla rms",
     "vla no ratio rms",
     "vla key no ratio rms",
+    "vla silu no ratio rms",
+    "vla key silu no ratio",
     "linear",
     "vla rls",
     "vla key rls",

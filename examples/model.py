@@ -122,8 +122,8 @@ def _scaffold(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _vla(config: ModelConfig, rngs: nnx.Rngs) -> VariationalLinearAttention:
-    options = _scaffold(config) | {
+def _vla(config: ModelConfig, rngs: nnx.Rngs, **options: Any) -> VariationalLinearAttention:
+    options |= _scaffold(config) | {
         "implementation": config.implementation,
         "direction": config.direction,
         "lambda0": config.lambda0,
@@ -151,6 +151,8 @@ def _baseline(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> BaselineAttenti
 # [B, T, d_model] to [B, T, d_model]; everything else in the model is shared.
 MIXERS: dict[str, Callable[[ModelConfig, nnx.Rngs], Any]] = {
     "vla": _vla,
+    # The features of the delta rules without a ratio, to tell what they do from the penalty.
+    "vla_silu": functools.partial(_vla, feature_map=jax.nn.silu, readout="none"),
     "softmax": _softmax,
     **{kind: functools.partial(_baseline, kind) for kind in BASELINES},
 }
@@ -344,6 +346,7 @@ def state_floats(config: ModelConfig, length: int) -> int:
     dim = config.d_model // config.num_heads
     sizes = {"vla": 2 * dim * dim + dim, "mesa": 2 * dim * dim, "softmax": 2 * length * dim}
     sizes |= dict.fromkeys(("deltanet", "deltanet_elu", "gated_deltanet"), dim * dim)
+    sizes["vla_silu"] = 2 * dim * dim + (dim if config.readout == "ratio" else 0)
     if config.readout == "none":
         sizes["vla"] = 2 * dim * dim
     conv = 0

@@ -76,7 +76,7 @@ _PROGRESS = flags.DEFINE_bool("progress", True, "Show a progress bar.")
 
 def _run() -> Run:
     for name in _VLA_ONLY:
-        if flags.FLAGS[name].present and _MODEL.value != "vla":
+        if flags.FLAGS[name].present and not _MODEL.value.startswith("vla"):
             raise ValueError(f"--{name} needs --model=vla, got --model={_MODEL.value}")
     task = MQAR(_NUM_PAIRS.value, _VOCAB_SIZE.value, _LAYOUT.value, _SEQ_LEN.value)
     model = ModelConfig(

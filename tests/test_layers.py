@@ -39,6 +39,7 @@ OPTIONS = {
     "key": KEY,
     "plain": PLAIN | {"lambda0": 5.0},
     "layer norm": {"short_conv": 1, "norm_eps": 1e-12},
+    "features": {"feature_map": jax.nn.silu, "readout": "none", "output_norm": "rms_per_head"},
 }
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
@@ -120,8 +121,13 @@ def numpy_layer(config, params, x, mask=None, segment_ids=None):
         norm = np.linalg.norm(u, axis=-1, keepdims=True)
         direction = u / np.where(norm == 0, 1, norm) / math.sqrt(config.head_dim)
     lambda0 = np.exp(params["penalty"]["log_lambda0"]) if config.learn_lambda0 else config.lambda0
+    if config.feature_map is jax.nn.silu:
+        q, k = (p / (1 + np.exp(-p)) for p in (q, k))
+    else:
+        q, k = (np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))) for p in (q, k))
     out, _, _ = oracle.attention(
-        *(np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))) for p in (q, k)),
+        q,
+        k,
         v,
         direction,
         lambda0=lambda0,
@@ -412,6 +418,7 @@ def test_float64_input_to_a_float32_layer(x64):
         ("direction", "key"),
         ("write_gain", "projection"),
         ("readout", "none"),
+        ("feature_map", jax.nn.silu),
         ("short_conv", 3),
         ("output_norm", "layer"),
         ("output_norm", None),
@@ -626,6 +633,7 @@ def test_logical_axes_on_a_mesh():
         ({"precision": "foo"}, ValueError),
         ({"precision": 3}, TypeError),
         ({"param_dtype": None}, TypeError),
+        ({"feature_map": "silu"}, TypeError),
         ({"kernel_init": 0.1}, TypeError),
         ({"bias_init": None}, TypeError),
         ({"implementation": "cuda"}, ValueError),
@@ -657,6 +665,33 @@ def test_an_annotated_initialiser_is_refused_with_the_remedy():
     annotated = flax_nnx.with_partitioning(layer.default_kernel_init, ("embed", "heads"))
     with pytest.raises(TypeError, match=r"kernel_init.*logical_axes"):
         make(kernel_init=annotated)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_feature_map_may_compute_in_another_dtype(dtype):
+    seen = []
+
+    def wide(raw):
+        seen.append((raw.shape, raw.dtype))
+        return vla_jax.feature_map(raw.astype(jnp.float32))
+
+    mapped = jax.eval_shape(make(feature_map=wide, dtype=dtype, num_kv_heads=2), draw(9))
+    assert mapped == jax.ShapeDtypeStruct((2, 9, IN), dtype)
+    assert seen == [((2, 9, 4, 3), dtype), ((2, 9, 2, 3), dtype)]
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "error"),
+    [
+        (lambda raw: jnp.concatenate([raw, -raw], axis=-1), ValueError),
+        (lambda raw: raw > 0, TypeError),
+        (lambda raw: None, TypeError),
+    ],
+    ids=["shape", "dtype", "nothing"],
+)
+def test_a_feature_map_that_returns_something_else_is_refused(feature_map, error):
+    with pytest.raises(error, match="feature_map"):
+        make(feature_map=feature_map)(draw(3))
 
 
 def test_an_initialiser_of_another_shape_is_refused():

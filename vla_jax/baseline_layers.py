@@ -98,7 +98,7 @@ class _Scaffold(nnx.Module):
             for group, members in layer.parameters(self.config).items()
         }
 
-    def _enter(self, x: Any, mask: Any, segment_ids: Any, state: Any, feature_map: Any) -> Any:
+    def _enter(self, x: Any, mask: Any, segment_ids: Any, state: Any) -> Any:
         """Checks, then ``(x, mask, segment_ids, query, key, value, convolution cache)``."""
         config, params = self.config, self._parameters()
         x, mask, segment_ids = layer.checked_tokens(config, params, x, mask, segment_ids)
@@ -109,7 +109,7 @@ class _Scaffold(nnx.Module):
             conv = state.conv
             layer.check_conv(config, conv, "initial_state", x.shape[0])
         query, key, value, _, conv = layer.attention_inputs(
-            config, params, x, conv, mask, segment_ids, feature_map=feature_map
+            config, params, x, conv, mask, segment_ids
         )
         return x, mask, segment_ids, query, key, value, conv
 
@@ -190,6 +190,7 @@ class BaselineAttention(_Scaffold):
         if readout is None:
             options["readout"] = "ratio" if kind in _RATIO else "none"
         options |= {"direction": "key", "lambda0": 1.0, "learn_lambda0": kind == "mesa"}
+        options["feature_map"] = _MIXERS[kind].feature_map
         config = LayerConfig(**options)
         self._create(config, rngs)
         for name in _MIXERS[kind].gates:
@@ -232,7 +233,7 @@ class BaselineAttention(_Scaffold):
         """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
         mixer, config = _MIXERS[self.kind], self.config
         x, mask, segment_ids, query, key, value, conv = self._enter(
-            x, mask, segment_ids, initial_state, mixer.feature_map
+            x, mask, segment_ids, initial_state
         )
         if initial_state is not None:
             validation.instance("initial_state.core", initial_state.core, BaselineState)
@@ -289,6 +290,11 @@ class Cache:
     conv: Array | None = None
 
 
+def _raw(x: Array) -> Array:
+    """No feature map."""
+    return x
+
+
 class SoftmaxAttention(_Scaffold):
     """Causal softmax attention.
 
@@ -330,7 +336,7 @@ class SoftmaxAttention(_Scaffold):
         if window is not None:
             validation.positive("window", window, integer=True)
         self.window = window
-        config = LayerConfig(**options, direction="key")
+        config = LayerConfig(**options, direction="key", feature_map=_raw)
         self._create(config, rngs)
 
     def __call__(
@@ -344,7 +350,7 @@ class SoftmaxAttention(_Scaffold):
     ) -> Any:
         """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
         _, mask, segment_ids, query, key, value, conv = self._enter(
-            x, mask, segment_ids, initial_state, lambda raw: raw
+            x, mask, segment_ids, initial_state
         )
         batch, length = key.shape[:2]
         state = initial_state

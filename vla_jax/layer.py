@@ -8,7 +8,8 @@ the computation are defined here, once.
     x ── v_proj ──┘                  │   └─ (raw) u_proj ── u ───┤
                                      └── value ──────────────────┘
 
-φ is ``elu + 1``; the penalty direction ``u`` is a map of the *raw* key, scaled to length ``1/√D``.
+φ is ``feature_map``, ``elu + 1`` by default; the penalty direction ``u`` is a map of the *raw* key,
+scaled to length ``1/√D``.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ DIRECTIONS = ("learned", "key")
 OUTPUT_NORMS = ("layer", "rms_per_head", None)
 
 Initializer = Callable[..., Array]
+FeatureMap = Callable[[Array], Array]
 Parameters = Mapping[str, Mapping[str, Array]]
 
 default_kernel_init: Initializer = jax.nn.initializers.lecun_normal()
@@ -93,6 +95,9 @@ class LayerConfig:
         so it stays positive), which then starts from ``lambda0``.
       direction: ``"learned"``, a map of the raw key, or ``"key"``, the unit key itself.
       write_gain, readout: as in ``vla_jax.vla_attention``.
+      feature_map: of queries and keys, ``[B, T, heads, D]`` to the same. The published one,
+        ``vla_jax.feature_map``, is positive, as the ratio needs: it divides by ``z·q``, which
+        features of both signs, such as those of ``jax.nn.silu``, let come to 0.
       short_conv: width of a causal depthwise convolution of the projected query, key and value, or
         None. It sees neither padding nor other segments.
       output_norm: ``"layer"`` normalises the concatenated heads, ``"rms_per_head"`` each head by
@@ -128,6 +133,7 @@ class LayerConfig:
     direction: Literal["learned", "key"] = "learned"
     write_gain: WriteGain = "unit"
     readout: Readout = "ratio"
+    feature_map: FeatureMap = numerics.feature_map
     short_conv: int | None = None
     output_norm: Literal["layer", "rms_per_head"] | None = "layer"
     norm_eps: float = 1e-5
@@ -169,7 +175,7 @@ class LayerConfig:
         for name in ("learn_lambda0", "use_bias", "check_invariants", "logical_axes"):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
-        for name in ("kernel_init", "bias_init"):
+        for name in ("feature_map", "kernel_init", "bias_init"):
             if not callable(getattr(self, name)):
                 raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
         if self.dtype is not None:
@@ -428,7 +434,6 @@ def attention_inputs(
     mask: Array | None,
     segment_ids: Array | None,
     axis_name: str | None = None,
-    feature_map: Callable[[Array], Array] = numerics.feature_map,
 ) -> tuple[Array, Array, Array, Array | None, Array | None]:
     """``(query, key, value, direction, convolution cache)`` from ``x [B, T, in_features]``."""
     projected = [_dense(config, params[name], x, 1) for name in _QKV]
@@ -455,7 +460,15 @@ def attention_inputs(
         )
         wide = numerics.normalize(direction.astype(numerics.accumulator_dtype(key.dtype)))
         direction = (wide / math.sqrt(config.head_dim)).astype(key.dtype)
-    return feature_map(query), feature_map(key), value, direction, cache
+    query, key = (_features(config, x) for x in (query, key))
+    return query, key, value, direction, cache
+
+
+def _features(config: LayerConfig, x: Array) -> Array:
+    features = validation.array(
+        "what feature_map returns", config.feature_map(x), x.shape, "[B, T, heads, D]"
+    )
+    return features.astype(x.dtype)
 
 
 def output(config: LayerConfig, params: Parameters, out: Array, mask: Array | None = None) -> Array:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from vla_jax import layer
-from vla_jax.layer import Initializer, LayerConfig, LayerState
+from vla_jax import layer, numerics
+from vla_jax.layer import FeatureMap, Initializer, LayerConfig, LayerState
 from vla_jax.types import (
     Array,
     DTypeLike,
@@ -52,6 +52,7 @@ class VariationalLinearAttention(linen.Module):
     direction: Literal["learned", "key"] = "learned"
     write_gain: WriteGain = "unit"
     readout: Readout = "ratio"
+    feature_map: FeatureMap = numerics.feature_map
     short_conv: int | None = None
     output_norm: Literal["layer", "rms_per_head"] | None = "layer"
     norm_eps: float = 1e-5

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen, nnx
 
-from vla_jax import layer, validation
-from vla_jax.layer import Initializer, LayerConfig, LayerState
+from vla_jax import layer, numerics, validation
+from vla_jax.layer import FeatureMap, Initializer, LayerConfig, LayerState
 from vla_jax.types import (
     Array,
     DTypeLike,
@@ -54,6 +54,7 @@ class VariationalLinearAttention(nnx.Module):
         direction: Literal["learned", "key"] = "learned",
         write_gain: WriteGain = "unit",
         readout: Readout = "ratio",
+        feature_map: FeatureMap = numerics.feature_map,
         short_conv: int | None = None,
         output_norm: Literal["layer", "rms_per_head"] | None = "layer",
         norm_eps: float = 1e-5,
