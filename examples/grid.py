@@ -611,6 +611,7 @@ def main(experiment: Experiment) -> None:
     flags.DEFINE_float(
         "time_limit", None, "Seconds after which to stop, to be resumed; 0: only report.", 0
     )
+    flags.register_validator("time_limit", lambda x: x is None or x >= 0, "must be a number")
     flags.DEFINE_integer("compile_ahead", None, "Cells compiled while one trains.", 0)
     flags.DEFINE_bool("progress", True, "Show a progress bar.")
     for flag in flags.FLAGS.get_flags_for_module(__name__):  # for the --help of the script

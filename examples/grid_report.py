@@ -156,7 +156,7 @@ _DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
 def style(index: int) -> dict[str, Any]:
     """Colour, marker and dash of a series; no two of the first 40 agree in all."""
     return {
-        "color": _COLOURS[index % len(_COLOURS)],
+        "color": _COLOURS[(index + (index >= len(_COLOURS))) % len(_COLOURS)],
         "marker": _MARKERS[index % len(_MARKERS)],
         "linestyle": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
         "markersize": 5,
@@ -273,8 +273,10 @@ def plot_states(
             mine.sort(key=lambda o: o.rows[0]["state_floats"])
             sizes = [o.rows[0]["state_floats"] for o in mine]
             drawn[arm] = _draw(one, arm, sizes, [o.accuracies() for o in mine])
-        one.set(xlabel="state of a sequence (numbers)", xscale="log")
-        one.set_xticks(ticks := sorted({o.rows[0]["state_floats"] for _, o in here}))
-        one.set_xticklabels([f"{s:,}" for s in ticks], rotation=30)
+        one.set_xlabel("state of a sequence (numbers)")
+        one.set_xscale("log", base=2)
+        powers = np.log2([o.rows[0]["state_floats"] for _, o in here])
+        ticks = 2 ** np.arange(np.floor(powers.min()), np.ceil(powers.max()) + 1)
+        one.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         one.minorticks_off()
     _save(figure, drawn, f"{experiment.name}, {preset} preset: state", path)

@@ -293,6 +293,7 @@ def command(name, *arguments):
     ("flag", "message"),
     [
         ("--arms=other", "--arms must be among vla, identity"),
+        ("--time_limit=nan", "time_limit"),
         ("--seeds=0,x", "--seeds must be numbers, got 0,x"),
         ("--seeds=1,1", "--seeds must differ, got 1,1"),
         ("--seeds=0,4294967296", "--seeds must be from 0 to 2**32 - 1, got 0,4294967296"),
