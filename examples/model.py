@@ -40,7 +40,8 @@ class ModelConfig:
       layers: one name in ``MIXERS`` for each layer, such as ``("vla", "vla", "softmax")``; None for
         ``mixer`` in all of them.
       num_kv_heads, short_conv: of every mixer; None for the layer's default.
-      write_gain, readout: further options of ``"vla"``; None for the layer's default.
+      write_gain, readout: further options of ``"vla"``; None for the mixer's default, which is the
+        layer's, but for ``"vla_silu"`` (otherwise the same as ``"vla"``) no ratio.
       window: tokens that ``"softmax"`` can keep of a sequence when it decodes; None for
         ``max_length``. Past it, see ``SoftmaxAttention``.
       ngrams: tokens of the longest string with an embedding of its own, see ``NGrams``; None for

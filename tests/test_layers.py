@@ -1,5 +1,6 @@
 """The Flax layers: against an independent NumPy layer, against each other, and split anywhere."""
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -678,6 +679,51 @@ def test_a_feature_map_may_compute_in_another_dtype(dtype):
     mapped = jax.eval_shape(make(feature_map=wide, dtype=dtype, num_kv_heads=2), draw(9))
     assert mapped == jax.ShapeDtypeStruct((2, 9, IN), dtype)
     assert seen == [((2, 9, 4, 3), dtype), ((2, 9, 2, 3), dtype)]
+
+
+def test_a_copy_of_a_layer_has_an_equal_configuration():
+    """Whatever the copy of its functions is: averages of parameters go over two layers' trees."""
+    made = make(feature_map=jax.nn.silu, readout="none")
+    copied = copy.deepcopy(made)
+    assert copied.config == made.config
+    chex.assert_trees_all_equal(jax.tree.map(lambda a, b: (a + b) / 2, made, copied), made)
+
+
+def test_a_feature_map_without_a_derivative_at_zero_and_padding():
+    def unit(raw):
+        return raw / jnp.linalg.norm(raw, axis=-1, keepdims=True)
+
+    made = make(feature_map=unit, bias_init=jax.nn.initializers.zeros, readout="none")
+    mask = jnp.arange(6)[None] < jnp.array([[6], [4]])
+    graph, params = flax_nnx.split(made)
+    loss = lambda p: jnp.sum(flax_nnx.merge(graph, p)(draw(6), mask=mask) ** 2)  # noqa: E731
+    chex.assert_tree_all_finite(flax_nnx.to_pure_dict(jax.grad(loss)(params)))
+
+
+@dataclasses.dataclass
+class Scaled:
+    """A function that cannot be hashed."""
+
+    scale: float = 2.0
+
+    def __call__(self, x):
+        return self.scale * x
+
+
+@pytest.mark.parametrize(
+    ("feature_map", "message"),
+    [
+        (Scaled(), "feature_map must be hashable, got Scaled"),
+        (flax_nnx.Linear(3, 3, rngs=flax_nnx.Rngs(0)), "feature_map .* without arrays .* Linear"),
+        (jax.tree_util.Partial(jnp.multiply, jnp.ones(3)), "feature_map .* without arrays"),
+    ],
+    ids=["unhashable", "module", "Partial"],
+)
+def test_a_feature_map_that_cannot_be_static_is_refused(feature_map, message):
+    with pytest.raises(TypeError, match=message):
+        make(feature_map=feature_map)
+    with pytest.raises(TypeError, match=message):
+        linen.VariationalLinearAttention(4, IN, feature_map=feature_map)
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,10 @@ class LayerConfig:
         so it stays positive), which then starts from ``lambda0``.
       direction: ``"learned"``, a map of the raw key, or ``"key"``, the unit key itself.
       write_gain, readout: as in ``vla_jax.vla_attention``.
-      feature_map: of queries and keys, ``[B, T, heads, D]`` to the same. The published one,
+      feature_map: of queries and keys, ``[B, T, heads, D]`` to the same: a function that has no
+        parameters and treats each token alone (of a masked one it sees ones). The published one,
         ``vla_jax.feature_map``, is positive, as the ratio needs: it divides by ``z·q``, which
-        features of both signs, such as those of ``jax.nn.silu``, let come to 0.
+        features of both signs, such as those of ``jax.nn.silu``, let come to nearly 0.
       short_conv: width of a causal depthwise convolution of the projected query, key and value, or
         None. It sees neither padding nor other segments.
       output_norm: ``"layer"`` normalises the concatenated heads, ``"rms_per_head"`` each head by
@@ -176,8 +177,7 @@ class LayerConfig:
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         for name in ("feature_map", "kernel_init", "bias_init"):
-            if not callable(getattr(self, name)):
-                raise TypeError(f"{name} must be callable, got {getattr(self, name)!r}")
+            _check_function(name, getattr(self, name))
         if self.dtype is not None:
             validation.floating_dtype("dtype", self.dtype)
         validation.floating_dtype("param_dtype", self.param_dtype)
@@ -190,6 +190,10 @@ class LayerConfig:
         object.__setattr__(self, "lambda0", hashable)
         object.__setattr__(self, "precision", numerics.precision_of(self.precision))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerConfig:
+        # Frozen; and the copy of a jitted function, such as jax.nn.silu, is unequal to it.
+        return self
+
     def _default(self, name: str, value: int) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
@@ -198,6 +202,21 @@ class LayerConfig:
     def channels(self) -> int:
         """Projected query, key and value together: the channels of the short convolution."""
         return self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+def _check_function(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` can be called and be part of a static argument."""
+    if not callable(value):
+        raise TypeError(f"{name} must be callable, got {value!r}")
+    if any(isinstance(leaf, jax.Array | np.ndarray) for leaf in jax.tree.leaves(value)):
+        raise TypeError(
+            f"{name} must be a function without arrays of its own, which would be neither "
+            f"trained nor traced: got {type(value).__name__}"
+        )
+    try:
+        hash(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be hashable, got {type(value).__name__}") from error
 
 
 OPTIONS = tuple(field.name for field in dataclasses.fields(LayerConfig))
@@ -460,11 +479,13 @@ def attention_inputs(
         )
         wide = numerics.normalize(direction.astype(numerics.accumulator_dtype(key.dtype)))
         direction = (wide / math.sqrt(config.head_dim)).astype(key.dtype)
-    query, key = (_features(config, x) for x in (query, key))
+    query, key = (_features(config, x, mask) for x in (query, key))
     return query, key, value, direction, cache
 
 
-def _features(config: LayerConfig, x: Array) -> Array:
+def _features(config: LayerConfig, x: Array, mask: Array | None) -> Array:
+    if mask is not None:  # a masked token may be 0, where a map need not have a derivative
+        x = jnp.where(mask[..., None, None], x, 1)
     features = validation.array(
         "what feature_map returns", config.feature_map(x), x.shape, "[B, T, heads, D]"
     )
