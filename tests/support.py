@@ -108,9 +108,14 @@ def assert_matches(primals, gradients, expected, tolerance, gradient_tolerance=N
         assert_close(x, y, tolerance, f"state {name}")
     assert gradients.keys() == expected_gradients.keys()
     for name, expected_gradient in expected_gradients.items():
+        floor = 0
+        if name == "lambda0" and "penalty" in expected_gradients:
+            # It is the trace of the other, whose terms (5 in one case) may cancel (to 0.006).
+            floor = np.abs(expected_gradients["penalty"]).max()
         assert_close(
             gradients[name],
             expected_gradient,
             gradient_tolerance or tolerance,
             f"gradient of {name}",
+            floor,
         )

@@ -53,6 +53,7 @@ ATTENTION = {
         -0.1,
         float("nan"),
         float("inf"),
+        1e32,  # keys over it would lose digits to underflow
         10**400,
         np.array([0.1, -1.0]),
         np.array([0.1, np.nan]),

@@ -171,7 +171,7 @@ def test_size_of_the_state():
     ("options", "message"),
     [
         ({"layers": ("vla",)}, "layers must name num_layers = 2 mixers"),
-        ({"layers": ("vla", "other")}, "layers must be one of vla, softmax, .*got 'other'"),
+        ({"layers": ("vla", "other")}, "layers must be one of vla, .*softmax, .*got 'other'"),
         ({"window": 0}, "window must be at least 1"),
         ({"ngrams": 1}, "ngrams must be at least 2, got 1"),
         ({"ngram_bits": 25}, "ngram_bits must be from 1 to 24, got 25"),

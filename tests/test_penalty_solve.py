@@ -128,3 +128,19 @@ def test_solves_the_normal_equations(lambda0, implementation, x64):
     solution, penalty = vla_jax.penalty_solve(u, u, lambda0=lambda0, **chunks(implementation, 8))
     matrix = lambda0 * np.eye(5) + np.asarray(penalty[0, 0])
     assert_close(matrix @ np.asarray(solution[0, -1, 0]), u[0, -1, 0], tolerances.FLOAT64)
+
+
+def test_the_penalty_of_one_repeated_direction_stays_definite(implementation):
+    """Plainly summed in float32, its smallest eigenvalue with λ₀ = 0.1 was 0.038 here.
+
+    And -0.2 after twice as many tokens: what goes on from that state is wrong.
+    """
+    dim, length = 16, 16384
+    u = np.random.default_rng(0).standard_normal(dim)
+    u = np.broadcast_to(u / (4 * np.linalg.norm(u)), (1, length, 1, dim)).astype(np.float32)
+    ones = jnp.ones((1, length, 1, dim))
+    options = {"lambda0": 0.1, "implementation": implementation}
+    _, state = vla_jax.vla_attention(ones, ones, ones, u, return_state=True, **options)
+    for penalty in (state.penalty, vla_jax.penalty_solve(ones, u, **options)[1]):
+        eigenvalues = np.linalg.eigvalsh(np.asarray(penalty[0, 0], np.float64) + 0.1 * np.eye(dim))
+        assert 0.098 < eigenvalues[0] < 0.102

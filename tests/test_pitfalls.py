@@ -362,10 +362,11 @@ def test_pitfall_15_more_than_2_to_the_31_elements(fast_implementation):
     assert lowered.out_info.shape == shape.shape
 
 
-def test_pitfall_16_huge_lambda0_is_the_delta_rule(implementation):
+@pytest.mark.parametrize("lambda0", [1e8, 1e31])
+def test_pitfall_16_huge_lambda0_is_the_delta_rule(implementation, lambda0):
     call = draw(Case(1, LENGTH, 1, 1, 5, 4))
     inputs, _ = cast(split_call(call), jnp.float32)
-    inputs["lambda0"] = 1e8
+    inputs["lambda0"] = lambda0
     out, state = vla_jax.vla_attention(
         **inputs, readout="none", implementation=implementation, return_state=True
     )

@@ -515,7 +515,7 @@ def lambda0_of(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any
     if config.learn_lambda0:
         wide = numerics.accumulator_dtype(dtype)
         lambda0 = jnp.exp(params["penalty"]["log_lambda0"].astype(wide))
-        return jnp.maximum(lambda0, jnp.finfo(wide).tiny)  # however far the logarithm runs
+        return jnp.clip(lambda0, *numerics.lambda0_range(wide))  # however far the logarithm runs
     return np.asarray(config.lambda0)
 
 

@@ -287,6 +287,25 @@ def regularised(penalty: Array, lambda0: Array) -> Array:
     return lambda0[:, None, None] * jnp.eye(penalty.shape[-1], dtype=penalty.dtype) + penalty
 
 
+def lambda0_range(dtype: DTypeLike) -> tuple[float, float]:
+    """The λ₀ that computations in ``dtype`` can take.
+
+    From the smallest normal number to where ``k̂ / λ₀`` would lose digits of ``k̂`` to underflow.
+    """
+    limits = jnp.finfo(dtype)
+    return float(limits.tiny), float(limits.eps) / float(limits.tiny)
+
+
+def compensated_sum(total: Array, addend: Array, rest: Array) -> tuple[Array, Array]:
+    """``total + addend + rest``, and what rounding keeps out of it (Kahan's summation).
+
+    The rest is the next call's, and has no derivative.
+    """
+    addend = addend + jax.lax.stop_gradient(rest)
+    result = total + addend
+    return result, jax.lax.stop_gradient(addend - (result - total))
+
+
 def penalty_inverses(penalty: Array, lambda0: Array) -> tuple[Array, Array]:
     """``(λ₀ I + penalty)⁻¹``, and the same without what only ``λ₀`` keeps finite.
 

@@ -115,15 +115,16 @@ def vla_attention(
       chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
         of the result no more than its rounding. ``"reference"`` has no chunks, and the GPU kernels
         refuse it.
-      implementation: ``"reference"`` (token by token, any kind of differentiation), ``"xla"``
-        (chunkwise, on every device), ``"associative"`` (chunkwise, associative scan over chunks),
-        ``"pallas"`` (GPU kernels; in their interpreter where the environment says
+      implementation: ``"reference"`` (token by token, any kind of differentiation; it steps an
+        inverse, which in float32 wants a λ₀ from about 1e-4 ``‖u‖²`` on), ``"xla"`` (chunkwise, on
+        every device), ``"associative"`` (chunkwise, associative scan over chunks), ``"pallas"``
+        (GPU kernels; in their interpreter where the environment says
         ``VLA_JAX_PALLAS_INTERPRET=1``), ``"triton"`` (the single-launch kernel through jax-triton,
         for few tokens). None means ``"pallas"`` where the arrays are on one GPU that it serves,
         otherwise ``"xla"``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs; for 16-bit inputs tf32 in the solve and the inputs' dtype in the memory, always
-        accumulated in float32. ``"reference"`` is always as exact as its dtype.
+        accumulated in float32. ``"reference"`` computes in its dtype always.
       return_state: whether to return the state after the last token as well.
 
     Returns:
@@ -371,10 +372,8 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
     rest = state.penalty_rest
     if rest is None:
         penalty = before + outer
-    else:  # compensated: what this addition rounds away is added with the next one
-        addend = outer + jax.lax.stop_gradient(rest.astype(dtype))
-        penalty = before + addend
-        rest = jax.lax.stop_gradient(addend - (penalty - before))
+    else:
+        penalty, rest = numerics.compensated_sum(before, outer, rest.astype(dtype))
     inverse, cache = _next_inverse(*jax.lax.stop_gradient((state, penalty, u, lambda0)))
     inverse = numerics.known_inverse(numerics.regularised(penalty, lambda0), inverse)
     solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)

@@ -236,7 +236,7 @@ def penalty_solve(
         ``"pallas"``, ``"triton"``, as in ``vla_attention``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs, tf32 (where the device has it) for 16-bit inputs. ``"reference"`` has no matrix
-        products and is always as exact as its dtype.
+        products and computes in its dtype always.
 
     Returns:
       ``(solution, penalty)``: ``[B, T, H, D]`` in the dtype of ``rhs``, and the penalty of the last

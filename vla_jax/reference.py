@@ -103,11 +103,13 @@ def penalty_solve(
     fresh = _fresh_inverse(lambda0, dim)
 
     def step(carry, token):
-        penalty, inverse = carry
+        *penalty_and_rest, inverse = carry
         r, u, start = token
-        penalty = _reset(start, 0, penalty) + u[..., :, None] * u[..., None, :]
+        penalty, rest = (_reset(start, 0, x) for x in penalty_and_rest)
+        outer = u[..., :, None] * u[..., None, :]
+        penalty, rest = numerics.compensated_sum(penalty, outer, rest)
         inverse = sherman_morrison(_reset(start, fresh, inverse), u)
-        return (penalty, inverse), _dot("bhij,bhj->bhi", inverse, r)
+        return (penalty, rest, inverse), _dot("bhij,bhj->bhi", inverse, r)
 
     inverse = numerics.penalty_inverse(initial_penalty, lambda0)
     tokens = (
@@ -115,7 +117,8 @@ def penalty_solve(
         _time_major(direction, dtype),
         _segment_starts(segment_ids, rhs.shape[1]),
     )
-    (penalty, _), solution = jax.lax.scan(step, (initial_penalty, inverse), tokens)
+    carry = (initial_penalty, jnp.zeros_like(initial_penalty), inverse)
+    (penalty, _, _), solution = jax.lax.scan(step, carry, tokens)
     return jnp.moveaxis(solution, 0, 1), penalty
 
 
@@ -186,7 +189,8 @@ def attention(
         if u is None:
             u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype))
         inverse = sherman_morrison(_reset(start, fresh, inverse), u)
-        penalty = state.penalty + u[..., :, None] * u[..., None, :]
+        outer = u[..., :, None] * u[..., None, :]
+        penalty, rest = numerics.compensated_sum(state.penalty, outer, state.penalty_rest)
         if refresh_every is not None:
             due = (index + 1) % refresh_every == 0
             inverse = inverse + jnp.where(due, refresh_eps, 0).astype(dtype) * identity
@@ -194,7 +198,8 @@ def attention(
         out, memory, key_sum = write_and_read(
             state, solution, q, k, unit_key, v, write_gain=write_gain, readout=readout, eps=eps
         )
-        return (VLAState(memory, penalty, key_sum), inverse, index + 1), out
+        state = VLAState(memory, penalty, key_sum, penalty_rest=rest)
+        return (state, inverse, index + 1), out
 
     tokens = (
         _time_major(grouped(query, key.shape[2]), dtype),
@@ -203,7 +208,10 @@ def attention(
         None if direction is None else _time_major(direction, dtype),
         _segment_starts(segment_ids, query.shape[1]),
     )
-    state = VLAState(initial_state.memory, initial_state.penalty, initial_state.key_sum)
-    inverse = numerics.penalty_inverse(initial_state.penalty, lambda0)
+    penalty = initial_state.penalty
+    rest = jnp.zeros_like(penalty)
+    state = VLAState(initial_state.memory, penalty, initial_state.key_sum, penalty_rest=rest)
+    inverse = numerics.penalty_inverse(penalty, lambda0)
     (state, _, _), out = jax.lax.scan(step, (state, inverse, jnp.int32(0)), tokens)
+    state = VLAState(state.memory, state.penalty, state.key_sum)
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1]), state

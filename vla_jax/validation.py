@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vla_jax import numerics
 from vla_jax.types import Array, VLAState
 
 
@@ -130,8 +131,8 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
 
     Raises:
       TypeError: if it is not a real number or an array of them.
-      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive and finite
-        as a normal number of ``dtype``.
+      ValueError: if its shape is neither ``[]`` nor ``[H]``, or a value is not positive
+        or outside ``numerics.lambda0_range``.
     """
     try:
         # Integers may be wider than JAX's, and are not to be narrowed.
@@ -154,7 +155,7 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
         raise ValueError(
             f"lambda0 must be a scalar or have shape [H] = [{num_heads}], got {list(result.shape)}"
         )
-    low, high = float(jnp.finfo(dtype).tiny), float(jnp.finfo(dtype).max)
+    low, high = numerics.lambda0_range(dtype)
     expected = f"positive and finite, in {jnp.dtype(dtype)} from {low:.8g} to {high:.8g}"
     values("lambda0", result, lambda x: (x >= low) & (x <= high), expected)
     return jnp.broadcast_to(result.astype(dtype), (num_heads,))
