@@ -668,6 +668,16 @@ def test_an_annotated_initialiser_is_refused_with_the_remedy():
         make(kernel_init=annotated)
 
 
+@pytest.mark.parametrize("log", [-60.0, 200.0])
+def test_a_learned_penalty_that_runs_away_stays_finite(log):  # gradients: from 1e-30 on
+    made = make(learn_lambda0=True)
+    made.penalty.log_lambda0[...] = jnp.full(4, log)
+    graph, params = flax_nnx.split(made)
+    loss = lambda p: jnp.sum(flax_nnx.merge(graph, p)(draw(6)) ** 2)  # noqa: E731
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    chex.assert_tree_all_finite((value, flax_nnx.to_pure_dict(gradients)))
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_a_feature_map_may_compute_in_another_dtype(dtype):
     seen = []

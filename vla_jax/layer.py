@@ -514,8 +514,9 @@ def lambda0_of(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any
     """The initial penalty, learned or given: a positive number or one for each key/value head."""
     if config.learn_lambda0:
         wide = numerics.accumulator_dtype(dtype)
-        lambda0 = jnp.exp(params["penalty"]["log_lambda0"].astype(wide))
-        return jnp.clip(lambda0, *numerics.lambda0_range(wide))  # however far the logarithm runs
+        low, high = numerics.lambda0_range(wide)
+        log = params["penalty"]["log_lambda0"].astype(wide)  # however far it runs
+        return jnp.maximum(jnp.exp(jnp.clip(log, math.log(low), math.log(high))), low)
     return np.asarray(config.lambda0)
 
 
