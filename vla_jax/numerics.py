@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -81,6 +82,35 @@ def feature_map(x: Array) -> Array:
     would cancel to zero.
     """
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
+
+
+def penalty_direction(unit: Array) -> Array:
+    """``unit / √D``: the length of a penalty direction, of the unit key where none is given."""
+    return unit / jnp.sqrt(jnp.asarray(unit.shape[-1], unit.dtype))
+
+
+def grouped(query: Array, num_kv_heads: int) -> Array:
+    """``[B, T, Hq, D]`` to ``[B, T, H, G, D]``."""
+    batch, length, heads, dim = query.shape
+    return query.reshape(batch, length, num_kv_heads, heads // num_kv_heads, dim)
+
+
+def masked(x: Array, mask: Array | None) -> Array:
+    """``x [B, T, ...]`` where ``mask [B, T]`` is True, zeros elsewhere; None masks nothing."""
+    if mask is None:
+        return x
+    return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def compose(earlier: Any, later: Any, dot: Callable[..., Array]) -> tuple[Array, Array]:
+    """Equation (15): the affine map ``S ↦ F S + G`` of ``earlier``, then ``later``, as one.
+
+    Args:
+      earlier, later: ``(F [..., D, D], G [..., D, E])``, of the memory with its key dimension first.
+      dot: a product of matrices over the last two axes.
+    """
+    (f1, g1), (f2, g2) = earlier, later
+    return dot(f2, f1), dot(f2, g1) + g2
 
 
 def accumulator_dtype(*dtypes: DTypeLike) -> DTypeLike:

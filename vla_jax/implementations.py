@@ -1,0 +1,94 @@
+"""The implementations by name: where each lives, whether it can serve, and which one is best.
+
+An implementation is a module with two names. ``RULES`` maps the type of a bundle to a ``Rule``; a primitive that it lacks is composed of those that it has. ``unsupported(bundle,
+chunk_size)`` is the reason why the implementation cannot serve these arrays here, or None.
+Modules are imported when they are asked for: some need packages that others do without.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from vla_jax import bundles, validation
+
+MODULES = {
+    "reference": "vla_jax.reference",
+    "xla": "vla_jax.chunkwise",
+    "associative": "vla_jax.associative",
+    "pallas": "vla_jax.pallas",
+    "triton": "vla_jax.triton",
+}
+NAMES = tuple(MODULES)
+BEST = ("pallas", "xla")  # what ``implementation=None`` tries, in this order
+
+
+class Rule(NamedTuple):
+    """How an implementation computes one primitive.
+
+    Attributes:
+      forward: ``(plan, inputs) -> (outputs, saved)``.
+      backward: ``(plan, inputs, saved, cotangents) -> cotangents of the inputs``, a bundle of the
+        inputs' type; that of ``segment_ids`` is not read. None if JAX differentiates ``forward``.
+    """
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None = None
+
+
+def module(name: str) -> Any:
+    """The module of an implementation."""
+    return importlib.import_module(MODULES[name])
+
+
+def choose(name: Any, bundle: Any, chunk_size: int | None) -> str:
+    """The implementation for these arrays: the one named or, for None, the first that serves.
+
+    Raises:
+      ValueError: if there is none of that name.
+      NotImplementedError: if the one named cannot serve, with every reason.
+    """
+    if name is None:
+        return next(n for n in BEST if _passed_over(n, bundle, chunk_size) is None)
+    validation.choice("implementation", name, NAMES)
+    reason = module(name).unsupported(bundle, chunk_size)
+    if reason is not None:
+        raise NotImplementedError(
+            f"implementation={name!r} cannot serve {bundle.operation}: {reason}"
+        )
+    return name
+
+
+def _passed_over(name: str, bundle: Any, chunk_size: int | None) -> str | None:
+    """Why ``implementation=None`` is not this one; None if it may be."""
+    if name == "pallas":
+        if chunk_size is not None:
+            return "the kernels have no chunk_size"
+        reason = not_on_one_gpu(list(bundles.tokens(bundle).values()))
+        if reason is not None:
+            return reason
+    return module(name).unsupported(bundle, chunk_size)
+
+
+def not_on_one_gpu(arrays: list[Any]) -> str | None:
+    """Why a kernel may not get these arrays, which the compiler cannot partition for it; or None.
+
+    JAX's default device must be a GPU and either the only one, or the call inside
+    ``jax.shard_map``, or the arrays concrete and on one.
+    """
+    if jax.default_backend() != "gpu":
+        return f"the default backend is {jax.default_backend()}"
+    default = getattr(jax.config, "jax_default_device", None)
+    if default is not None and getattr(default, "platform", default) not in ("gpu", "cuda"):
+        return f"the default device is {default}"
+    concrete = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
+    if any(len(x.devices()) > 1 or next(iter(x.devices())).platform != "gpu" for x in concrete):
+        return "an array is not on one GPU"
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    if len(concrete) < len(arrays) and jax.device_count() > 1 and not manual:
+        return "under jit on several GPUs the arrays may be sharded"
+    return None
