@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from vla_jax import ops, primitives, selftest
+from vla_jax import implementations, ops, selftest
 
 ALL_CASES = selftest.CASES
 SMALL = selftest.Case("small", (1, 5, 2, 1, 4, 3))
@@ -39,7 +39,7 @@ def spoil(monkeypatch, change):
 def test_right_implementations_are_safe(capsys):
     assert selftest.main() == 0
     text = capsys.readouterr().out
-    for name in primitives.IMPLEMENTATIONS:
+    for name in implementations.NAMES:
         assert any(line.startswith(name) for line in text.splitlines())
     assert "safe  <- implementation=None" in text
     assert "WRONG" not in text

@@ -14,17 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from vla_jax import chunkwise, numerics
+from vla_jax.bundles import Bundle
+from vla_jax.chunks import Scans
+from vla_jax.implementations import Rule
 from vla_jax.types import Array
 
 
 def _affine_scan(factor: Array, term: Array, dot, reverse: bool = False) -> tuple[Array, Array]:
     """Inclusive composition of ``S ↦ factor S + term`` along the leading axis."""
-
-    def combine(earlier, later):
-        f1, g1 = earlier
-        f2, g2 = later
-        return dot("...ij,...jk->...ik", f2, f1), dot("...ij,...jk->...ik", f2, g1) + g2
-
+    combine = functools.partial(numerics.compose, dot=functools.partial(dot, "...ij,...jk->...ik"))
     return jax.lax.associative_scan(combine, (factor, term), reverse=reverse)
 
 
@@ -48,7 +46,7 @@ def sweep(
     *,
     reverse: bool = False,
 ) -> tuple[Array, Array, Array]:
-    """``chunkwise.sweep`` in logarithmic depth over chunks, at D³ more arithmetic a chunk."""
+    """``chunks.sweep`` in logarithmic depth over chunks, at D³ more arithmetic a chunk."""
     dot = policy.dot
     identity = jnp.eye(left.shape[-1], dtype=policy.accumulator)
     kept = identity if keep is None else jnp.where(keep, identity, 0)
@@ -78,12 +76,15 @@ def running_sum(
     return _exclusive(initial, jnp.where(kept, initial, 0) + sums, reverse)
 
 
-penalty_solve_forward = functools.partial(chunkwise.penalty_solve_forward, running_sum=running_sum)
-penalty_solve_backward = functools.partial(
-    chunkwise.penalty_solve_backward, running_sum=running_sum, span=None
-)
-delta_rule_forward = functools.partial(chunkwise.delta_rule_forward, sweep=sweep, span=None)
-delta_rule_backward = functools.partial(chunkwise.delta_rule_backward, sweep=sweep, span=None)
+LOGARITHMIC = Scans(sweep, running_sum, span=None)
+RULES = {
+    primitive: Rule(*(functools.partial(function, scans=LOGARITHMIC) for function in rule))
+    for primitive, rule in chunkwise.RULES.items()
+}
+
+
+def unsupported(bundle: Bundle, chunk_size: int | None) -> None:
+    """None: every dtype, size and device is served."""
 
 
 def delta_rule_per_token(

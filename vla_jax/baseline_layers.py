@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vla_jax import baselines, layer, numerics, primitives, validation
+from vla_jax import baselines, implementations, layer, numerics, validation
 from vla_jax.baselines import BaselineState
 from vla_jax.layer import LayerConfig
 from vla_jax.types import Array, DTypeLike, Implementation, PrecisionLike, Readout
@@ -37,7 +37,7 @@ class _Mixer:
     feature_map: Callable[[Array], Array]
     unit_query: bool = False
     gates: tuple[str, ...] = ()
-    implementations: tuple[str, ...] = primitives.IMPLEMENTATIONS
+    implementations: tuple[str, ...] = implementations.NAMES
 
 
 _RATIO = ("linear", "identity", "published_deltanet")

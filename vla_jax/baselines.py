@@ -29,7 +29,8 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from vla_jax import chunks, numerics, primitives, reference, validation
+from vla_jax import chunks, numerics, primitives, validation
+from vla_jax import plan as planning
 from vla_jax.types import READOUTS, Array, ArrayLike, Implementation, PrecisionLike, Readout
 
 GATED_IMPLEMENTATIONS = ("reference", "xla")
@@ -103,28 +104,22 @@ class _Tokens:
 
 
 def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _Tokens:
-    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
-    batch, length, heads, dim = key.shape
-    query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
-    validation.query_heads(query, heads)
-    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
-    segment_ids = validation.segment_ids(segment_ids, batch, length)
-    mask = validation.mask(mask, batch, length)
+    sizes = planning.Sizes()
+    query, key, value = planning.tokens_of(query, key, value, sizes)
+    segment_ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
+    mask = validation.mask(mask, sizes["B"], sizes["T"])
     query, key, value, segment_ids, mask = numerics.varying_alike(
         (query, key, value, segment_ids, mask)
     )
-    if mask is None:
-        return _Tokens(query, key, value, segment_ids, None)
-    present = mask[..., None, None]
-    query, key, value = (jnp.where(present, x, 0) for x in (query, key, value))
-    return _Tokens(query, key, value, segment_ids, mask[..., None])
+    query, key, value = (numerics.masked(x, mask) for x in (query, key, value))
+    return _Tokens(query, key, value, segment_ids, None if mask is None else mask[..., None])
 
 
 def _ratio(out: Array, t: _Tokens, key_sum: Array, eps: float) -> tuple[Array, Array]:
     """``out / max(z·q, eps)`` and the last ``z``."""
     policy = numerics.policy(t.query.astype(t.dtype))
     key_sums, key_sum = chunks.causal_sum(t.key.astype(t.dtype), key_sum, t.segment_ids, policy)
-    grouped = reference.grouped(t.query, t.key.shape[2]).astype(t.dtype)
+    grouped = numerics.grouped(t.query, t.key.shape[2]).astype(t.dtype)
     weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1).reshape(t.query.shape[:3])
     return out / jnp.maximum(weight, eps)[..., None], key_sum
 
@@ -469,7 +464,7 @@ def _decayed_scan(
     start = jnp.zeros((batch, length), bool)
     if segment_ids is not None:
         start = start.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
-    wide = (reference.grouped(query, heads), key, write_key, value, decay)
+    wide = (numerics.grouped(query, heads), key, write_key, value, decay)
     tokens = (*(jnp.moveaxis(x.astype(dtype), 1, 0) for x in wide), start.T)
     memory, out = jax.lax.scan(step, memory, tokens, unroll=min(4, length))
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], -1), memory
@@ -496,7 +491,7 @@ def _decayed_chunks(
     segments = chunks.segments_of(segment_ids, n, chunk)
     q, k, a, v, log_a = (
         chunks.split(x, n, chunk, dtype)
-        for x in (reference.grouped(query, heads), key, write_key, value, log_decay[..., None])
+        for x in (numerics.grouped(query, heads), key, write_key, value, log_decay[..., None])
     )
     cont, last, keep = chunks.masks(segments)
     g = jnp.cumsum(log_a, axis=-2)  # [N, B, H, C, 1]

@@ -110,9 +110,7 @@ def ceil_div(length: int, size: int) -> int:
     return -(-length // size)
 
 
-# --- running sums ------------------------------------------------------------------------------
-
-RunningSum = Callable[..., tuple[Array, Array]]
+# --- scans over chunks -------------------------------------------------------------------------
 
 
 def running_sum(
@@ -126,6 +124,58 @@ def running_sum(
 
     final, starts = jax.lax.scan(step, initial, (terms, keep), reverse=reverse)
     return starts, final
+
+
+def sweep(
+    left: Array,
+    right: Array,
+    inner: Array,
+    outer: Array | None,
+    keep: Array | None,
+    initial: Array,
+    policy: numerics.Policy,
+    *,
+    reverse: bool = False,
+) -> tuple[Array, Array, Array]:
+    """``S ← keep·S + outer + leftᵀ (inner − right S)`` over chunks: equation (14), in sequence.
+
+    Args:
+      left, right: ``[N, B, H, C, D]``.
+      inner: ``[N, B, H, C, E]``.
+      outer: ``[N, B, H, D, E]`` or None.
+      keep: ``[N, B, 1, 1, 1]`` booleans or None.
+      initial: ``[B, H, D, E]``.
+      reverse: from the last chunk to the first.
+
+    Returns:
+      ``S`` before each chunk, ``[N, B, H, D, E]``; ``inner − right S``; ``S`` after the last chunk.
+    """
+
+    def step(state, inputs):
+        left, right, inner, outer, kept = inputs
+        inner = inner - policy.dot("...td,...de->...te", right, state)
+        new = where(kept, state) + policy.dot("...td,...te->...de", left, inner)
+        return (new if outer is None else new + outer), (state, inner)
+
+    chunks = left, right, inner, outer, keep
+    final, (starts, inner) = jax.lax.scan(step, initial, chunks, reverse=reverse)
+    return starts, inner, final
+
+
+class Scans(NamedTuple):
+    """How what is carried from chunk to chunk is found.
+
+    Attributes:
+      sweep, running_sum: functions with the signatures of those above.
+      span: chunks of a super-chunk, of which one is worked on after the other; None for one of all.
+    """
+
+    sweep: Callable[..., tuple[Array, Array, Array]]
+    running_sum: Callable[..., tuple[Array, Array]]
+    span: int | None
+
+
+SEQUENTIAL = Scans(sweep, running_sum, SUPER_CHUNK)
 
 
 def causal_sum(

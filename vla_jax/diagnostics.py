@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from vla_jax import numerics, primitives, validation
+from vla_jax import plan as planning
 from vla_jax.types import WRITE_GAINS, Array, ArrayLike, Implementation, VLAState, WriteGain
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -194,36 +195,31 @@ def state_norm(
     Raises:
       ValueError, TypeError: for a bad argument, which the message names.
     """
-    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
-    batch, length, heads, dim = key.shape
-    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
+    sizes = planning.Sizes()
+    key, value = sizes.check("key", key), sizes.check("value", value)
     if direction is not None:
-        direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
+        direction = sizes.check("direction", direction)
     validation.choice("write_gain", write_gain, WRITE_GAINS)
-    segment_ids = validation.segment_ids(segment_ids, batch, length)
-    mask = validation.mask(mask, batch, length)
+    segment_ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
+    mask = validation.mask(mask, sizes["B"], sizes["T"])
     dtype = numerics.accumulator_dtype(key.dtype, value.dtype)
-    state = validation.initial_state(
-        initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
-    )
+    state = planning.initial_fields(initial_state, sizes, dtype)
     unit_key = numerics.normalize(key.astype(dtype))
-    u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype)) if direction is None else direction
-    if mask is not None:
-        present = mask[..., None, None]
-        unit_key, value, u = (jnp.where(present, x, 0) for x in (unit_key, value, u))
+    u = numerics.penalty_direction(unit_key) if direction is None else direction
+    unit_key, value, u = (numerics.masked(x, mask) for x in (unit_key, value, u))
     solution, _ = primitives.penalty_solve(
         unit_key,
         u.astype(dtype),
         lambda0=lambda0,
-        initial_penalty=state.penalty,
+        initial_penalty=state["penalty"],
         segment_ids=segment_ids,
         implementation=implementation,
     )
     write_key = numerics.apply_write_gain(solution, unit_key, write_gain)
-    restart = jnp.zeros((batch, length), bool)
+    restart = jnp.zeros(key.shape[:2], bool)
     if segment_ids is not None:
         restart = restart.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
-    return _norms(unit_key, write_key, value.astype(dtype), restart, state.memory)
+    return _norms(unit_key, write_key, value.astype(dtype), restart, state["memory"])
 
 
 @functools.partial(jax.jit, inline=True)

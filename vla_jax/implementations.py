@@ -1,8 +1,9 @@
 """The implementations by name: where each lives, whether it can serve, and which one is best.
 
-An implementation is a module with two names. ``RULES`` maps the type of a bundle to a ``Rule``; a primitive that it lacks is composed of those that it has. ``unsupported(bundle,
-chunk_size)`` is the reason why the implementation cannot serve these arrays here, or None.
-Modules are imported when they are asked for: some need packages that others do without.
+An implementation is a module with two names. ``RULES`` maps the type of a bundle to a ``Rule``; a
+primitive that it lacks is composed of those that it has. ``unsupported(bundle, chunk_size)`` is the
+reason why the implementation cannot serve these arrays here, or None. Modules are imported when
+they are asked for: some need packages that others do without.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MODULES = {
 }
 NAMES = tuple(MODULES)
 BEST = ("pallas", "xla")  # what ``implementation=None`` tries, in this order
+STEPS = ("xla", "pallas")  # those of a decoding step
 
 
 class Rule(NamedTuple):
@@ -60,6 +62,19 @@ def choose(name: Any, bundle: Any, chunk_size: int | None) -> str:
             f"implementation={name!r} cannot serve {bundle.operation}: {reason}"
         )
     return name
+
+
+def choose_step(name: Any, step: Any) -> str:
+    """The implementation of one decoding step: ``"xla"``, or the kernel where it is named.
+
+    Raises:
+      ValueError: if ``name`` is none that a step has.
+      NotImplementedError: if the kernel cannot serve these arrays here.
+    """
+    if name is None:
+        return "xla"
+    validation.choice("implementation", name, STEPS)
+    return choose(name, step, None)
 
 
 def _passed_over(name: str, bundle: Any, chunk_size: int | None) -> str | None:

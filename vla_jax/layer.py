@@ -24,7 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import checks, numerics, ops, primitives, sharding, validation
+from vla_jax import checks, implementations, numerics, ops, primitives, sharding, validation
+from vla_jax import plan as planning
+from vla_jax.convolution import convolve
 from vla_jax.types import (
     READOUTS,
     WRITE_GAINS,
@@ -182,7 +184,7 @@ class LayerConfig:
             validation.floating_dtype("dtype", self.dtype)
         validation.floating_dtype("param_dtype", self.param_dtype)
         if self.implementation is not None:
-            validation.choice("implementation", self.implementation, primitives.IMPLEMENTATIONS)
+            validation.choice("implementation", self.implementation, implementations.NAMES)
         validation.lambda0(self.lambda0, self.num_kv_heads, jnp.float32)
         # Hashable, so that a configuration can be a static argument.
         values = np.asarray(self.lambda0, np.float64)
@@ -368,70 +370,6 @@ def _dense(config: LayerConfig, group: Mapping[str, Array], x: Array, num_inputs
     return out + group["bias"].astype(x.dtype) if "bias" in group else out
 
 
-def _convolve(
-    tokens: Array,
-    kernel: Array,
-    cache: Array,
-    mask: Array | None,
-    segment_ids: Array | None,
-    axis_name: str | None = None,
-) -> tuple[Array, Array]:
-    """Causal depthwise convolution: ``tokens [B, T, channels]``, ``kernel [width, channels]``.
-
-    A masked token is absent: valid tokens are moved together (a stable sort of the mask), convolved
-    and moved back. Tokens of other segments are not seen; ``cache`` belongs to the first segment.
-    Returns the result, wide, and the last ``width - 1`` valid tokens of the last segment.
-
-    With ``axis_name`` the tokens are a device's part of the sequence; ``cache`` is the whole's, and
-    so is what is returned of it.
-    """
-    batch, length, _ = tokens.shape
-    width = kernel.shape[0]
-    if axis_name is not None:
-        tokens, cache = numerics.varying_alike((tokens, cache))
-        _, tail = _convolve(tokens, kernel, jnp.zeros_like(cache), mask, segment_ids)
-        present = jnp.ones((batch, length), bool) if mask is None else mask
-        if segment_ids is not None:
-            present = present & (segment_ids == segment_ids[:, -1:])
-        cache = sharding.reaching_tokens(
-            tail,
-            jnp.minimum(jnp.sum(present, axis=1), width - 1),
-            cache,
-            segment_ids,
-            axis_name,
-            complete=mask is None and length >= width - 1,
-        )
-        out, cache = _convolve(tokens, kernel, cache, mask, segment_ids)
-        return out, sharding.from_last(cache, axis_name)
-    count, ids = jnp.full((batch, 1), length), segment_ids
-    if mask is not None:
-        count = jnp.sum(mask, axis=1, keepdims=True)
-        order = jnp.argsort(~mask, axis=1, stable=True)
-        tokens = jnp.take_along_axis(tokens, order[..., None], axis=1)
-        ids = None if ids is None else jnp.take_along_axis(ids, order, axis=1)
-    dtype = numerics.accumulator_dtype(tokens.dtype, cache.dtype)
-    history = jnp.concatenate([cache.astype(dtype), tokens.astype(dtype)], axis=1)
-    if ids is not None:
-        ids = jnp.pad(ids, ((0, 0), (width - 1, 0)))
-        ids = ids.at[:, : width - 1].set(segment_ids[:, :1])
-    kernel = kernel.astype(dtype)
-    out = jnp.zeros_like(tokens, dtype)
-    for tap in range(width):
-        seen = history[:, tap : tap + length]
-        if ids is not None:
-            same = ids[:, tap : tap + length] == ids[:, width - 1 :]
-            seen = jnp.where(same[..., None], seen, 0)
-        out = out + kernel[tap] * seen
-    last = count + jnp.arange(width - 1)
-    cache = jnp.take_along_axis(history, last[..., None], axis=1)
-    if ids is not None:
-        same = jnp.take_along_axis(ids, last, axis=1) == segment_ids[:, -1:]
-        cache = jnp.where(same[..., None], cache, 0)
-    if mask is not None:
-        out = jnp.take_along_axis(out, jnp.argsort(order, axis=1)[..., None], axis=1)
-    return out, cache
-
-
 def checked_tokens(
     config: LayerConfig, params: Parameters, x: Any, mask: Any, segment_ids: Any
 ) -> tuple[Array, Array | None, Array | None]:
@@ -440,9 +378,7 @@ def checked_tokens(
     mask = validation.mask(mask, *x.shape[:2])
     segment_ids = validation.segment_ids(segment_ids, *x.shape[:2])
     x = x.astype(_compute_dtype(config, params, x))
-    if mask is not None:  # before anything is multiplied: padding may hold NaN
-        x = jnp.where(mask[..., None], x, 0)
-    return x, mask, segment_ids
+    return numerics.masked(x, mask), mask, segment_ids  # first of all: padding may hold NaN
 
 
 def attention_inputs(
@@ -462,7 +398,7 @@ def attention_inputs(
             [params[name]["kernel"].reshape(config.short_conv, -1) for name in _CONVS], axis=-1
         )
         tokens = jnp.concatenate([p.reshape(*x.shape[:2], -1) for p in projected], axis=-1)
-        out, cache = _convolve(tokens, kernel, cache, mask, segment_ids, axis_name)
+        out, cache = convolve(tokens, kernel, cache, mask, segment_ids, axis_name)
         ends = np.cumsum([math.prod(s[2:]) for s in shapes])[:-1]
         projected = [
             part.reshape(shape).astype(x.dtype)
@@ -478,7 +414,7 @@ def attention_inputs(
             precision=config.precision,
         )
         wide = numerics.normalize(direction.astype(numerics.accumulator_dtype(key.dtype)))
-        direction = (wide / math.sqrt(config.head_dim)).astype(key.dtype)
+        direction = numerics.penalty_direction(wide).astype(key.dtype)
     query, key = (_features(config, x, mask) for x in (query, key))
     return query, key, value, direction, cache
 
@@ -507,7 +443,7 @@ def output(config: LayerConfig, params: Parameters, out: Array, mask: Array | No
             wide = wide + group["bias"].astype(wide.dtype)
         out = wide.astype(out.dtype)
     out = _dense(config, params["o_proj"], out, 2)
-    return out if mask is None else jnp.where(mask[..., None], out, 0)
+    return numerics.masked(out, mask)
 
 
 def lambda0_of(config: LayerConfig, params: Parameters, dtype: DTypeLike) -> Any:
@@ -532,15 +468,8 @@ def _check_state(config: LayerConfig, state: Any, name: str, batch: int) -> None
             f"{name} must be the LayerState that init_state, step or an earlier call returned, "
             f"got {type(state).__name__}"
         )
-    validation.state(
-        state.vla,
-        f"{name}.vla",
-        batch,
-        config.num_kv_heads,
-        config.head_dim,
-        config.value_dim,
-        jnp.float32,
-    )
+    sizes = planning.Sizes(B=batch, H=config.num_kv_heads, D=config.head_dim, E=config.value_dim)
+    planning.state_of(state.vla, f"{name}.vla", sizes, jnp.float32)
     check_conv(config, state.conv, name, batch)
 
 
@@ -566,10 +495,8 @@ def _check_invariants(
     key, direction, lambda0, penalty = jax.lax.stop_gradient((key, direction, lambda0, penalty))
     unit_key = numerics.normalize(key.astype(numerics.accumulator_dtype(key.dtype)))
     if direction is None:
-        direction = unit_key / math.sqrt(config.head_dim)
-    if mask is not None:
-        present = mask[..., None, None]
-        unit_key, direction = (jnp.where(present, y, 0) for y in (unit_key, direction))
+        direction = numerics.penalty_direction(unit_key)
+    unit_key, direction = (numerics.masked(y, mask) for y in (unit_key, direction))
     solution, _ = primitives.penalty_solve(
         unit_key,
         direction.astype(unit_key.dtype),

@@ -106,7 +106,7 @@ def compose(earlier: Any, later: Any, dot: Callable[..., Array]) -> tuple[Array,
     """Equation (15): the affine map ``S ↦ F S + G`` of ``earlier``, then ``later``, as one.
 
     Args:
-      earlier, later: ``(F [..., D, D], G [..., D, E])``, of the memory with its key dimension first.
+      earlier, later: ``(F [..., D, D], G [..., D, E])``; the memory has its key dimension first.
       dot: a product of matrices over the last two axes.
     """
     (f1, g1), (f2, g2) = earlier, later

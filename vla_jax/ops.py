@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from vla_jax import chunks, numerics, primitives, reference, validation
+from vla_jax import plan as planning
+from vla_jax.bundles import Attention, Delta, Solve, Step
+from vla_jax.plan import Plan
 from vla_jax.types import (
-    READOUTS,
-    WRITE_GAINS,
     Array,
     ArrayLike,
     DTypeLike,
@@ -45,7 +46,8 @@ def init_state(
         validation.size(name, size)
     if validation.floating_dtype("dtype", dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
-    return _with_empty_cache(validation.zero_state(*sizes, dtype))
+    sizes = planning.Sizes(B=batch_size, H=num_heads, D=key_dim, E=value_dim)
+    return _with_empty_cache(VLAState(**planning.initial_fields(None, sizes, dtype)))
 
 
 def _with_empty_cache(state: VLAState) -> VLAState:
@@ -136,143 +138,63 @@ def vla_attention(
       NotImplementedError: if the named implementation cannot serve here, and for forward-mode or
         second-order differentiation of any but ``"reference"``.
     """
-    arrays, options = checked(
-        query, key, value, direction, lambda0, initial_state, segment_ids, mask,
-        write_gain=write_gain, readout=readout, eps=eps, chunk_size=chunk_size,
-        implementation=implementation, precision=precision,
+    plan, inputs, mask = planning.attention(
+        query, key, value, direction, lambda0=lambda0, initial_state=initial_state,
+        segment_ids=segment_ids, mask=mask, write_gain=write_gain, readout=readout, eps=eps,
+        chunk_size=chunk_size, implementation=implementation, precision=precision,
     )  # fmt: skip
-    out, state = _attention(*arrays, **options)
+    out, state = _attention(plan, inputs, mask)
     return (out, state) if return_state else out
 
 
-def checked(
-    query: Any, key: Any, value: Any, direction: Any, lambda0: Any, initial_state: Any,
-    segment_ids: Any, mask: Any, *, write_gain: Any, readout: Any, eps: Any, chunk_size: Any,
-    implementation: Any, precision: Any,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:  # fmt: skip
-    """The arguments of ``vla_attention`` as its composition takes them: arrays, static options.
-
-    Raises:
-      ValueError, TypeError, NotImplementedError: as ``vla_attention``.
-    """
-    key = validation.array("key", key, (None,) * 4, "[B, T, H, D]")
-    batch, length, heads, dim = key.shape
-    query = validation.array("query", query, (batch, length, None, dim), "[B, T, Hq, D]")
-    validation.query_heads(query, heads)
-    value = validation.array("value", value, (batch, length, heads, None), "[B, T, H, E]")
-    if direction is not None:
-        direction = validation.array("direction", direction, key.shape, "[B, T, H, D]")
-    config = primitives.configure(
-        query, key, value, others=() if direction is None else (direction,),
-        implementation=implementation, chunk_size=chunk_size, precision=precision,
-    )  # fmt: skip
-    dtype = config.policy.accumulator
-    arrays = (
-        query,
-        key,
-        value,
-        direction,
-        validation.lambda0(lambda0, heads, dtype),
-        validation.initial_state(
-            initial_state, "initial_state", batch, heads, dim, value.shape[-1], dtype
-        ),
-        validation.segment_ids(segment_ids, batch, length),
-        validation.mask(mask, batch, length),
-    )
-    return arrays, {"config": config, **_variant(write_gain, readout, eps, dtype)}
-
-
-def _variant(write_gain: Any, readout: Any, eps: Any, dtype: DTypeLike) -> dict[str, Any]:
-    validation.choice("write_gain", write_gain, WRITE_GAINS)
-    validation.choice("readout", readout, READOUTS)
-    validation.floor("eps", eps, dtype)
-    return {"write_gain": write_gain, "readout": readout, "eps": float(eps)}
-
-
-def write_keys(
-    key: Array,
-    direction: Array | None,
-    lambda0: Array,
-    initial_penalty: Array,
-    segment_ids: Array | None,
-    *,
-    config: primitives.Config,
-    write_gain: str,
-) -> tuple[Array, Array, Array]:
+def write_keys(plan: Plan, inputs: Attention) -> tuple[Array, Array, Array]:
     """Unit keys, write keys ``[B, T, H, D]`` (wide) and the final penalty: equations (1) to (3)."""
-    unit_key = numerics.normalize(key.astype(config.policy.accumulator))
+    unit_key = numerics.normalize(inputs.key.astype(plan.policy.accumulator))
+    direction = inputs.direction
     if direction is None:
-        direction = unit_key / jnp.sqrt(jnp.asarray(key.shape[-1], unit_key.dtype))
-    solution, penalty = primitives.solve(
-        config, unit_key, direction, lambda0, initial_penalty, segment_ids
+        direction = numerics.penalty_direction(unit_key)
+    solution, penalty = primitives.run(
+        plan, Solve(unit_key, direction, inputs.lambda0, inputs.penalty, inputs.segment_ids)
     )
-    return unit_key, numerics.apply_write_gain(solution, unit_key, write_gain), penalty
+    write_key = numerics.apply_write_gain(solution, unit_key, plan.variant.write_gain)
+    return unit_key, write_key, penalty
 
 
-def weigh(
-    out: Array,
-    query: Array,
-    key: Array,
-    key_sum: Array,
-    segment_ids: Array | None,
-    *,
-    config: primitives.Config,
-    readout: str,
-    eps: float,
-) -> tuple[Array, Array]:
-    """The read-out over ``z·q``, equation (5), in the dtype of ``query``; and the final key sum."""
+def weigh(plan: Plan, inputs: Attention, out: Array) -> tuple[Array, Array]:
+    """``out`` over ``z·q``, equation (5), in the dtype of ``query``; and the final key sum."""
 
     @jax.checkpoint  # the sums of every token are cheaper to make twice than to keep
     def weights(query, key, key_sum):
-        key_sums, key_sum = chunks.causal_sum(key, key_sum, segment_ids, config.policy)
-        grouped = reference.grouped(query, key.shape[2]).astype(key_sums.dtype)
+        key_sums, key_sum = chunks.causal_sum(key, key_sum, inputs.segment_ids, plan.policy)
+        grouped = numerics.grouped(query, key.shape[2]).astype(key_sums.dtype)
         weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1)
         return weight.reshape(query.shape[:3]), key_sum
 
-    weight, key_sum = weights(query, key, key_sum)
-    if readout == "ratio":
-        out = out / jnp.maximum(weight, eps)[..., None]
-    return out.astype(query.dtype), key_sum
+    weight, key_sum = weights(inputs.query, inputs.key, inputs.key_sum)
+    if plan.variant.readout == "ratio":
+        out = out / jnp.maximum(weight, plan.variant.eps)[..., None]
+    return out.astype(inputs.query.dtype), key_sum
 
 
-@functools.partial(jax.jit, static_argnames=("config", "write_gain", "readout", "eps"))
-def _attention(
-    query, key, value, direction, lambda0, state, segment_ids, mask, *,
-    config, write_gain, readout, eps,
-):  # fmt: skip
-    """The composition, on validated arguments."""
-    query, key, value, direction, lambda0, state, segment_ids, mask = numerics.varying_alike(
-        (query, key, value, direction, lambda0, state, segment_ids, mask)
-    )
-    present = None if mask is None else mask[..., None, None]
-    if present is not None:
-        query, key, value = (jnp.where(present, x, 0) for x in (query, key, value))
-        direction = None if direction is None else jnp.where(present, direction, 0)
-    state = state.replace(penalty=numerics.symmetrize(state.penalty))
-    if config.implementation == "reference":
-        out, state = reference.attention(
-            query, key, value, direction, lambda0, state, segment_ids,
-            write_gain=write_gain, readout=readout, eps=eps,
-        )  # fmt: skip
-    elif config.implementation in primitives.FUSED:
-        out, *fields = primitives.attention(
-            config, primitives.Variant(write_gain, readout, eps), query, key, value, direction,
-            lambda0, state.memory, state.penalty, state.key_sum, segment_ids,
-        )  # fmt: skip
-        state = VLAState(*fields)
+@functools.partial(jax.jit, static_argnums=0)
+def _attention(plan, inputs, mask):
+    """The recurrence on checked arrays: by its own rule, or composed of the two primitives."""
+    inputs, mask = numerics.varying_alike((inputs, mask))
+    inputs = planning.masked(inputs, mask)
+    inputs = inputs._replace(penalty=numerics.symmetrize(inputs.penalty))
+    if primitives.serves(plan, Attention):
+        out, *state = primitives.run(plan, inputs)
     else:
-        unit_key, write_key, penalty = write_keys(
-            key, direction, lambda0, state.penalty, segment_ids,
-            config=config, write_gain=write_gain,
-        )  # fmt: skip
-        out, memory = primitives.delta(
-            config, query, unit_key, write_key, value, state.memory, segment_ids
+        unit_key, write_key, penalty = write_keys(plan, inputs)
+        out, memory = primitives.run(
+            plan,
+            Delta(
+                inputs.query, unit_key, write_key, inputs.value, inputs.memory, inputs.segment_ids
+            ),
         )
-        out, key_sum = weigh(
-            out, query, key, state.key_sum, segment_ids, config=config, readout=readout, eps=eps
-        )
-        state = VLAState(memory, penalty, key_sum)
-    return out.astype(query.dtype), _with_empty_cache(state)
+        out, key_sum = weigh(plan, inputs, out)
+        state = memory, penalty, key_sum
+    return out.astype(inputs.query.dtype), _with_empty_cache(VLAState(*state))
 
 
 # --- decoding ----------------------------------------------------------------------------------
@@ -314,58 +236,33 @@ def vla_step(
       ValueError, TypeError: for a bad argument, which the message names.
       NotImplementedError: if the kernel was named and cannot serve these arrays here.
     """
-    key = validation.array("key", key, (None,) * 3, "[B, H, D]")
-    batch, heads, dim = key.shape
-    query = validation.array("query", query, (batch, None, dim), "[B, Hq, D]")
-    validation.query_heads(query[:, None], heads)
-    value = validation.array("value", value, (batch, heads, None), "[B, H, E]")
-    if direction is not None:
-        direction = validation.array("direction", direction, key.shape, "[B, H, D]")
-    if not isinstance(state, VLAState):
-        raise TypeError(
-            f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"
-        )
-    dtypes = [getattr(x, "dtype", jnp.float32) for x in (query, key, value, state.memory)]
-    dtype = numerics.accumulator_dtype(*dtypes)
-    state = validation.state(state, "state", batch, heads, dim, value.shape[-1], dtype)
-    return _step(
-        query,
-        key,
-        value,
-        direction,
-        state,
-        validation.lambda0(lambda0, heads, dtype),
-        kernel=primitives.decode_kernel(implementation, state, query, key, value, direction),
-        **_variant(write_gain, readout, eps, dtype),
-    )
+    plan, inputs = planning.step(
+        query, key, value, direction, state, lambda0=lambda0, write_gain=write_gain,
+        readout=readout, eps=eps, implementation=implementation,
+    )  # fmt: skip
+    return _step(plan, inputs)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "write_gain", "readout", "eps"))
-def _step(
-    query, key, value, direction, state, lambda0, *, kernel, write_gain, readout, eps
-):  # fmt: skip
-    arrays = numerics.varying_alike((query, key, value, direction, lambda0, state))
-    options = {"write_gain": write_gain, "readout": readout, "eps": eps}
-    plain = functools.partial(_plain_step, **options)
-    if kernel is None:
-        return plain(*arrays)
+@functools.partial(jax.jit, static_argnums=0)
+def _step(plan, inputs):
+    inputs = numerics.varying_alike(inputs)
+    plain = functools.partial(_plain_step, plan.variant)
+    if not primitives.serves(plan, Step):
+        return plain(inputs)
 
     # The kernel is the value; every derivative is that of the same step in jax.numpy.
-    step = jax.custom_jvp(functools.partial(kernel, **options))
+    step = jax.custom_jvp(functools.partial(primitives.run, plan))
     step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
-    return step(*arrays)
+    return step(inputs)
 
 
-def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, readout, eps):
-    dtype, dim, heads = state.memory.dtype, key.shape[-1], key.shape[1]
-    out_dtype = query.dtype
-    query = query.reshape(query.shape[0], heads, -1, dim).astype(dtype)
+def _plain_step(variant, inputs):
+    query, key, value, direction, lambda0, state = inputs
+    dtype = state.memory.dtype
+    grouped = numerics.grouped(query[:, None], key.shape[1])[:, 0].astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
     unit_key = numerics.normalize(key)
-    if direction is None:
-        u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype))
-    else:
-        u = direction.astype(dtype)
+    u = numerics.penalty_direction(unit_key) if direction is None else direction.astype(dtype)
 
     before = numerics.symmetrize(state.penalty)
     outer = u[..., :, None] * u[..., None, :]
@@ -378,10 +275,9 @@ def _plain_step(query, key, value, direction, lambda0, state, *, write_gain, rea
     inverse = numerics.known_inverse(numerics.regularised(penalty, lambda0), inverse)
     solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)
     out, memory, key_sum = reference.write_and_read(
-        state, solution, query, key, unit_key, value, write_gain=write_gain, readout=readout,
-        eps=eps,
-    )  # fmt: skip
-    out = out.reshape(out.shape[0], -1, out.shape[-1]).astype(out_dtype)
+        variant, state, solution, grouped, key, unit_key, value
+    )
+    out = out.reshape(*query.shape[:2], -1).astype(query.dtype)
     return out, VLAState(memory, penalty, key_sum, **cache, penalty_rest=rest)
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from vla_jax import bundles, implementations, numerics, validation
-from vla_jax.bundles import AXES, STATE, Attention, Bundle, Delta, Solve
+from vla_jax.bundles import AXES, STATE, Attention, Bundle, Delta, Solve, Step
 from vla_jax.types import READOUTS, WRITE_GAINS, Array, DTypeLike, VLAState
 
 
@@ -213,6 +213,36 @@ def attention(
     )
 
 
+def step(
+    query: Any, key: Any, value: Any, direction: Any, state: Any, *, lambda0: Any, write_gain: Any,
+    readout: Any, eps: Any, implementation: Any,
+) -> tuple[Plan, Step]:  # fmt: skip
+    """The plan and arrays of ``vla_jax.vla_step``, which lists the arguments and errors."""
+    sizes = Sizes(time=False)
+    query, key, value = tokens_of(query, key, value, sizes)
+    if direction is not None:
+        direction = sizes.check("direction", direction)
+    if not isinstance(state, VLAState):
+        raise TypeError(
+            f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"
+        )
+    dtypes = [getattr(x, "dtype", jnp.float32) for x in (query, key, value, state.memory)]
+    dtype = numerics.accumulator_dtype(*dtypes)
+    state = state_of(state, "state", sizes, dtype)
+    inputs = Step(
+        query, key, value, direction, validation.lambda0(lambda0, sizes["H"], dtype), state
+    )
+    chosen = implementations.choose_step(implementation, inputs)
+    return (
+        Plan(
+            chosen,
+            numerics.policy(query, key, value),
+            variant=variant(write_gain, readout, eps, dtype),
+        ),
+        inputs,
+    )
+
+
 # --- masks and axes ----------------------------------------------------------------------------
 
 
@@ -224,7 +254,9 @@ def masked(bundle: Bundle, mask: Array | None) -> Any:
     return bundle._replace(**{name: numerics.masked(x, mask) for name, x in tokens.items()})
 
 
-def partition_specs(names: Any, **mesh_axes: str | None) -> list[jax.P]:
-    """How each array named is sharded if ``B``, ``T`` and ``H`` are over these mesh axes."""
+def partition_specs(**mesh_axes: str | None) -> dict[str, jax.P]:
+    """How each array in ``AXES`` is sharded where ``B``, ``T`` or ``H`` is over a mesh axis."""
     mesh_axes.setdefault("Hq", mesh_axes.get("H"))
-    return [jax.P(*(mesh_axes.get(axis) for axis in AXES[name].split())) for name in names]
+    return {
+        name: jax.P(*(mesh_axes.get(axis) for axis in axes.split())) for name, axes in AXES.items()
+    }

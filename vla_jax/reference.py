@@ -1,4 +1,4 @@
-"""The recurrence as it is printed: a one-token step and a ``lax.scan`` over it.
+"""``implementation="reference"``: the recurrence as it is printed, a ``lax.scan`` over tokens.
 
 Everything here is differentiable by JAX in any mode and to any order, and none of it is fast. The
 equation numbers are those of ``docs/derivation.md``.
@@ -10,6 +10,17 @@ import jax
 import jax.numpy as jnp
 
 from vla_jax import numerics
+from vla_jax.bundles import (
+    Attention,
+    AttentionOutputs,
+    Bundle,
+    Delta,
+    DeltaOutputs,
+    Solve,
+    SolveOutputs,
+)
+from vla_jax.implementations import Rule
+from vla_jax.plan import Plan, Variant
 from vla_jax.types import Array, VLAState
 
 _HIGHEST = jax.lax.Precision.HIGHEST
@@ -45,27 +56,24 @@ def delta_step(
 
 
 def write_and_read(
+    variant: Variant,
     state: VLAState,
     solution: Array,
     query: Array,
     key: Array,
     unit_key: Array,
     value: Array,
-    *,
-    write_gain: str,
-    readout: str,
-    eps: float,
 ) -> tuple[Array, Array, Array]:
     """Equations (3) to (5): the write along ``α = solution`` and the read-out of one token.
 
     Returns ``(out [B, H, G, E], memory, key_sum)``.
     """
-    write_key = numerics.apply_write_gain(solution, unit_key, write_gain)
+    write_key = numerics.apply_write_gain(solution, unit_key, variant.write_gain)
     out, memory = delta_step(state.memory, query, unit_key, write_key, value)
     key_sum = state.key_sum + key
-    if readout == "ratio":
+    if variant.readout == "ratio":
         weight = _dot("bhgd,bhd->bhg", query, key_sum)
-        out = out / jnp.maximum(weight, eps)[..., None]
+        out = out / jnp.maximum(weight, variant.eps)[..., None]
     return out, memory, key_sum
 
 
@@ -89,16 +97,10 @@ def _time_major(x: Array, dtype) -> Array:
     return jnp.moveaxis(x.astype(dtype), 1, 0)
 
 
-def grouped(query: Array, num_kv_heads: int) -> Array:
-    """``[B, T, Hq, D]`` to ``[B, T, H, G, D]``."""
-    batch, length, heads, dim = query.shape
-    return query.reshape(batch, length, num_kv_heads, heads // num_kv_heads, dim)
-
-
-def penalty_solve(
-    rhs: Array, direction: Array, lambda0: Array, initial_penalty: Array, segment_ids: Array | None
-) -> tuple[Array, Array]:
-    """``α_t = (λ₀ I + M₀ + Σ_{s≤t} u_s u_sᵀ)⁻¹ rhs_t`` token by token, equations (1) and (2)."""
+def penalty_solve(plan: Plan, inputs: Solve) -> tuple[SolveOutputs, None]:
+    """``α_t = (λ₀ I + M₀ + Σ_{s≤t} u_s u_sᵀ)⁻¹ r_t`` token by token, equations (1) and (2)."""
+    del plan  # one arithmetic, no chunks
+    rhs, direction, lambda0, initial_penalty, segment_ids = inputs
     dtype, dim = initial_penalty.dtype, rhs.shape[-1]
     fresh = _fresh_inverse(lambda0, dim)
 
@@ -119,18 +121,13 @@ def penalty_solve(
     )
     carry = (initial_penalty, jnp.zeros_like(initial_penalty), inverse)
     (penalty, _, _), solution = jax.lax.scan(step, carry, tokens)
-    return jnp.moveaxis(solution, 0, 1), penalty
+    return SolveOutputs(jnp.moveaxis(solution, 0, 1), penalty), None
 
 
-def delta_rule(
-    query: Array,
-    key: Array,
-    write_key: Array,
-    value: Array,
-    initial_memory: Array,
-    segment_ids: Array | None,
-) -> tuple[Array, Array]:
+def delta_rule(plan: Plan, inputs: Delta) -> tuple[DeltaOutputs, None]:
     """``S_t = S_{t-1} + (v_t − S_{t-1} k_t) a_tᵀ``, ``o_t = S_t q_t`` token by token."""
+    del plan
+    query, key, write_key, value, initial_memory, segment_ids = inputs
     dtype = initial_memory.dtype
 
     def step(memory, token):
@@ -138,46 +135,36 @@ def delta_rule(
         out, memory = delta_step(_reset(start, 0, memory), q, k, a, v)
         return memory, out
 
+    wide = numerics.grouped(query, key.shape[2]), key, write_key, value
     tokens = (
-        *(_time_major(x, dtype) for x in (grouped(query, key.shape[2]), key, write_key, value)),
+        *(_time_major(x, dtype) for x in wide),
         _segment_starts(segment_ids, query.shape[1]),
     )
     memory, out = jax.lax.scan(step, initial_memory, tokens)
-    return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1]), memory
+    out = jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1])
+    return DeltaOutputs(out, memory), None
 
 
 def attention(
-    query: Array,
-    key: Array,
-    value: Array,
-    direction: Array | None,
-    lambda0: Array,
-    initial_state: VLAState,
-    segment_ids: Array | None,
+    plan: Plan,
+    inputs: Attention,
     *,
-    write_gain: str = "unit",
-    readout: str = "ratio",
-    eps: float = 1e-6,
     refresh_every: int | None = None,
     refresh_eps: float = 1e-3,
-) -> tuple[Array, VLAState]:
-    """The whole recurrence, equations (1) to (5), token by token.
+) -> tuple[AttentionOutputs, None]:
+    """The whole recurrence, equations (1) to (5), token by token, in the dtype of the state.
 
     Args:
-      query: ``[B, T, Hq, D]``; key, direction: ``[B, T, H, D]``; value: ``[B, T, H, E]``.
-        ``direction=None`` means ``k̂ / √D``.
-      lambda0: ``[H]``.
-      initial_state: in the accumulator's dtype, which is also the dtype of the computation.
-      segment_ids: ``[B, T]`` or None.
-      write_gain, readout, eps: as in ``vla_jax.vla_attention``.
+      plan: its variant counts.
+      inputs: the arrays.
       refresh_every: if given, ``refresh_eps * I`` is added to the inverse after every so many
         tokens, as the published reference code does. It reproduces published numbers and breaks
         ``A = M⁻¹``; nothing else in this package does it.
-
-    Returns:
-      ``(out [B, T, Hq, E], state)`` in the accumulator's dtype.
+      refresh_eps: what is added.
     """
-    dtype, dim = initial_state.memory.dtype, query.shape[-1]
+    query, key = inputs.query, inputs.key
+    lambda0, penalty = inputs.lambda0, inputs.penalty
+    dtype, dim = inputs.memory.dtype, query.shape[-1]
     identity = jnp.eye(dim, dtype=dtype)
     fresh = _fresh_inverse(lambda0, dim)
 
@@ -187,7 +174,7 @@ def attention(
         state = jax.tree.map(lambda x: _reset(start, 0, x), state)
         unit_key = numerics.normalize(k)
         if u is None:
-            u = unit_key / jnp.sqrt(jnp.asarray(dim, dtype))
+            u = numerics.penalty_direction(unit_key)
         inverse = sherman_morrison(_reset(start, fresh, inverse), u)
         outer = u[..., :, None] * u[..., None, :]
         penalty, rest = numerics.compensated_sum(state.penalty, outer, state.penalty_rest)
@@ -195,23 +182,27 @@ def attention(
             due = (index + 1) % refresh_every == 0
             inverse = inverse + jnp.where(due, refresh_eps, 0).astype(dtype) * identity
         solution = _dot("bhij,bhj->bhi", inverse, unit_key)
-        out, memory, key_sum = write_and_read(
-            state, solution, q, k, unit_key, v, write_gain=write_gain, readout=readout, eps=eps
-        )
+        out, memory, key_sum = write_and_read(plan.variant, state, solution, q, k, unit_key, v)
         state = VLAState(memory, penalty, key_sum, penalty_rest=rest)
         return (state, inverse, index + 1), out
 
     tokens = (
-        _time_major(grouped(query, key.shape[2]), dtype),
+        _time_major(numerics.grouped(query, key.shape[2]), dtype),
         _time_major(key, dtype),
-        _time_major(value, dtype),
-        None if direction is None else _time_major(direction, dtype),
-        _segment_starts(segment_ids, query.shape[1]),
+        _time_major(inputs.value, dtype),
+        None if inputs.direction is None else _time_major(inputs.direction, dtype),
+        _segment_starts(inputs.segment_ids, query.shape[1]),
     )
-    penalty = initial_state.penalty
     rest = jnp.zeros_like(penalty)
-    state = VLAState(initial_state.memory, penalty, initial_state.key_sum, penalty_rest=rest)
+    state = VLAState(inputs.memory, penalty, inputs.key_sum, penalty_rest=rest)
     inverse = numerics.penalty_inverse(penalty, lambda0)
     (state, _, _), out = jax.lax.scan(step, (state, inverse, jnp.int32(0)), tokens)
-    state = VLAState(state.memory, state.penalty, state.key_sum)
-    return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], value.shape[-1]), state
+    out = jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], inputs.value.shape[-1])
+    return AttentionOutputs(out, state.memory, state.penalty, state.key_sum), None
+
+
+RULES = {Solve: Rule(penalty_solve), Delta: Rule(delta_rule), Attention: Rule(attention)}
+
+
+def unsupported(bundle: Bundle, chunk_size: int | None) -> None:
+    """None: every dtype, size and device is served; a ``chunk_size`` has no meaning here."""

@@ -20,7 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vla_jax import implementations as known
 from vla_jax import numerics, ops, primitives
+from vla_jax.bundles import Attention, Delta, Solve
 from vla_jax.types import Array, VLAState
 
 # Relative root mean square differences (values, gradients). float32: two orders of the same sums,
@@ -188,15 +190,10 @@ def _compile(
 
 def _chosen(case: Case, inputs: dict[str, Array]) -> str:
     """What ``implementation=None`` chooses for this call."""
-    names = {
-        "vla_attention": ("query", "key", "value"),
-        "penalty_solve": ("key", "direction"),
-        "delta_rule": ("query", "key", "direction", "value"),
-    }[case.operation]
-    arrays = (inputs[name] for name in names)
-    return primitives.configure(
-        *arrays, implementation=None, chunk_size=None, precision=None
-    ).implementation
+    kinds = {kind.operation: kind for kind in (Attention, Solve, Delta)}
+    arrays = inputs | {"rhs": inputs["key"], "write_key": inputs.get("direction")}
+    kind = kinds[case.operation]
+    return known.choose(None, kind(*(arrays.get(name) for name in kind._fields)), None)
 
 
 def _difference(actual: Array, expected: Array) -> float:
@@ -255,14 +252,12 @@ def run(
       ValueError: for an unknown implementation or dtype.
     """
     if implementations is None:
-        implementations = [i for i in primitives.IMPLEMENTATIONS if i != "reference"]
+        implementations = [i for i in known.NAMES if i != "reference"]
     cases = CASES if cases is None else cases
     dtypes = None if dtypes is None else tuple(dtypes)
     for name in implementations:
-        if name not in primitives.IMPLEMENTATIONS:
-            raise ValueError(
-                f"implementation must be one of {primitives.IMPLEMENTATIONS}, got {name!r}"
-            )
+        if name not in known.NAMES:
+            raise ValueError(f"implementation must be one of {known.NAMES}, got {name!r}")
     for dtype in dtypes or ():
         if dtype not in TOLERANCES:
             raise ValueError(f"dtype must be one of {tuple(TOLERANCES)}, got {dtype!r}")

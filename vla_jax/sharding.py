@@ -18,7 +18,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import numerics, ops, primitives, reference
+from vla_jax import numerics, ops, primitives
+from vla_jax import plan as planning
+from vla_jax.bundles import Delta
 from vla_jax.types import (
     Array,
     ArrayLike,
@@ -110,7 +112,7 @@ def continues(segment_ids: Array | None, axis_name: str) -> tuple[Array, Array] 
     return joins, joins & (first == last)
 
 
-def _kept(condition: Array | None, x: Array) -> Array:
+def kept(condition: Array | None, x: Array) -> Array:
     """``x [B, ...]`` where ``condition [B]`` holds, otherwise zero."""
     if condition is None:
         return x
@@ -175,107 +177,87 @@ def context_parallel_attention(
       NotImplementedError: as ``vla_attention``.
     """
     axis_size(axis_name)
-    arrays, static = _checked(
-        query, key, value, direction, lambda0, initial_state, segment_ids, mask,
-        write_gain=write_gain, readout=readout, eps=eps, chunk_size=chunk_size,
-        implementation=implementation, precision=precision,
+    plan, inputs, mask = _checked(
+        query, key, value, direction, lambda0=lambda0, initial_state=initial_state,
+        segment_ids=segment_ids, mask=mask, write_gain=write_gain, readout=readout, eps=eps,
+        chunk_size=chunk_size, implementation=implementation, precision=precision,
     )  # fmt: skip
-    out, state = _attention(*arrays, axis_name=axis_name, return_state=return_state, **static)
+    out, state = _attention(plan, axis_name, return_state, inputs, mask)
     return (out, state) if return_state else out
 
 
-def _checked(*arrays: Any, implementation: Any, **options: Any) -> tuple[Any, dict[str, Any]]:
+def _checked(*arrays: Any, implementation: Any, **options: Any) -> tuple[Any, Any, Any]:
     if implementation == "triton":
         raise NotImplementedError(
             "implementation='triton' has no parts to run over several devices; use None, "
             "'pallas' or 'xla'"
         )
-    return ops.checked(*arrays, implementation=implementation, **options)
+    return planning.attention(*arrays, implementation=implementation, **options)
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=("axis_name", "config", "write_gain", "readout", "eps", "return_state"),
-)
-def _attention(
-    query, key, value, direction, lambda0, state, segment_ids, mask, *,
-    axis_name, config, write_gain, readout, eps, return_state,
-):  # fmt: skip
-    """The composition, on validated arguments."""
-    query, key, value, direction, lambda0, state, segment_ids, mask = numerics.varying_alike(
-        (query, key, value, direction, lambda0, state, segment_ids, mask)
-    )
-    policy = config.policy
-    if direction is None:
-        unit_key = numerics.normalize(key.astype(policy.accumulator))
-        direction = unit_key / jnp.sqrt(jnp.asarray(key.shape[-1], unit_key.dtype))
-    if mask is not None:
-        query, key, value, direction = (
-            jnp.where(mask[..., None, None], x, 0) for x in (query, key, value, direction)
-        )
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _attention(plan, axis_name, return_state, inputs, mask):
+    """The composition, on checked arrays."""
+    inputs, mask = numerics.varying_alike((inputs, mask))
+    policy, segment_ids = plan.policy, inputs.segment_ids
+    if inputs.direction is None:
+        unit_key = numerics.normalize(inputs.key.astype(policy.accumulator))
+        inputs = inputs._replace(direction=numerics.penalty_direction(unit_key))
+    inputs = planning.masked(inputs, mask)
+    key, value = inputs.key, inputs.value
 
     joins = keep = None
     if segment_ids is not None:
         joins, keep = continues(segment_ids, axis_name)
 
     # The penalty and, beside it, the key sum: [B, H, D, D + 1].
-    last_u, last_key = (_last_segment(x, segment_ids) for x in (direction, key))
-    sums = policy.dot("bthd,bthe->bhde", last_u, direction)
+    last_u, last_key = (_last_segment(x, segment_ids) for x in (inputs.direction, key))
+    sums = policy.dot("bthd,bthe->bhde", last_u, inputs.direction)
     sums = _beside(sums, jnp.sum(last_key, axis=1, dtype=policy.accumulator)[..., None])
-    initial = _beside(numerics.symmetrize(state.penalty), state.key_sum[..., None])
+    initial = _beside(numerics.symmetrize(inputs.penalty), inputs.key_sum[..., None])
 
     def add(first, then):
         kept = None if keep is None else first[1] & then[1]
-        return _kept(then[1], first[0]) + then[0], kept
+        return kept(then[1], first[0]) + then[0], kept
 
     sums = exclusive_scan(
-        add, lambda x, then: (_kept(then[1], x) + then[0], then[1]), (sums, keep), initial,
+        add, lambda x, then: (kept(then[1], x) + then[0], then[1]), (sums, keep), initial,
         axis_name,
     )  # fmt: skip
-    sums = _kept(joins, sums)
-    before, key_sum = sums[..., :-1], sums[..., -1]
-
-    unit_key, write_key, penalty = ops.write_keys(
-        key, direction, lambda0, before, segment_ids, config=config, write_gain=write_gain
-    )
+    sums = kept(joins, sums)
+    reached = inputs._replace(penalty=sums[..., :-1], key_sum=sums[..., -1])
+    unit_key, write_key, penalty = ops.write_keys(plan, reached)
 
     # The memory is affine in the one that reaches this device, and so are the read-outs: from
-    # zero, with the values, it is `gain`; from the identity, without values, `carry`. Side by side
+    # zero, with the values, it is `term`; from the identity, without values, `factor`. Side by side
     # the two are one sweep of wider values, which takes as many steps as one of them.
     value_dim, dim = value.shape[-1], key.shape[-1]
     identity = jnp.broadcast_to(
-        jnp.eye(dim, dtype=policy.accumulator), (*state.memory.shape[:-1], dim)
+        jnp.eye(dim, dtype=policy.accumulator), (*inputs.memory.shape[:-1], dim)
     )
     nothing = jnp.zeros((*value.shape[:-1], dim), value.dtype)
-    zero = jnp.zeros_like(state.memory)
-    _, identity, zero, nothing = numerics.varying_alike((query, identity, zero, nothing))
-    both, memory = primitives.delta(
-        config, query, unit_key, write_key, _beside(value, nothing),
-        _beside(zero, _kept(joins, identity)), segment_ids,
-    )  # fmt: skip
+    zero = jnp.zeros_like(inputs.memory)
+    _, identity, zero, nothing = numerics.varying_alike((inputs.query, identity, zero, nothing))
+    start = _beside(zero, kept(joins, identity))
+    wide = Delta(inputs.query, unit_key, write_key, _beside(value, nothing), start, segment_ids)
+    both, memory = primitives.run(plan, wide)
     out, reach = both[..., :value_dim], both[..., value_dim:]
-    gain, carry = memory[..., :value_dim], memory[..., value_dim:]
+    element = memory[..., :value_dim], memory[..., value_dim:]  # the term, the factor
+    product = functools.partial(policy.dot, "bhij,bhjk->bhik")
 
     def compose(first, then):
-        (gain1, carry1), (gain2, carry2) = first, then
-        both = policy.dot("bhij,bhjk->bhik", carry2, _beside(gain1, carry1))
-        return both[..., : gain1.shape[-1]] + gain2, both[..., gain1.shape[-1] :]
+        return numerics.compose(first[::-1], then[::-1], product)[::-1]
 
     def follow(memory, then):
-        return policy.dot("bhij,bhjk->bhik", then[1], memory) + then[0], then[1]
+        return product(then[1], memory) + then[0], then[1]
 
-    memory = exclusive_scan(compose, follow, (gain, carry), state.memory, axis_name)
-    grouped = reference.grouped(reach, key.shape[2])
+    memory = exclusive_scan(compose, follow, element, inputs.memory, axis_name)
+    grouped = numerics.grouped(reach, key.shape[2])
     carried = policy.dot("bthgd,bhde->bthge", grouped, memory)
-    out = out + carried.reshape(out.shape)
-
-    out, key_sum = ops.weigh(
-        out, query, key, key_sum, segment_ids, config=config, readout=readout, eps=eps
-    )
+    out, key_sum = ops.weigh(plan, reached, out + carried.reshape(out.shape))
     if not return_state:
         return out, None
-    memory = follow(memory, (gain, carry))[0]
-    memory, penalty, key_sum = from_last((memory, penalty, key_sum), axis_name)
+    memory, penalty, key_sum = from_last((follow(memory, element)[0], penalty, key_sum), axis_name)
     fresh = ops.init_state(*memory.shape[:3], memory.shape[-1], dtype=memory.dtype)
     return out, fresh.replace(memory=memory, penalty=penalty, key_sum=key_sum)
 
@@ -328,41 +310,41 @@ def sharded_attention(
         "write_gain": write_gain, "readout": readout, "eps": eps, "chunk_size": chunk_size,
         "implementation": implementation, "precision": precision,
     }  # fmt: skip
-    (query, key, value, direction, lambda0, state, segment_ids, mask), _ = _checked(
-        query, key, value, direction, lambda0, initial_state, segment_ids, mask, **static
-    )
+    _, inputs, mask = _checked(
+        query, key, value, direction, lambda0=lambda0, initial_state=initial_state,
+        segment_ids=segment_ids, mask=mask, **static,
+    )  # fmt: skip
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     axes = [axis for axis in (context_axis, data_axis, model_axis) if axis is not None]
     if any(axes.count(axis) > 1 for axis in axes):
         raise ValueError(f"context_axis, data_axis and model_axis must differ, got {axes}")
-    check_divides(mesh, "context_axis", context_axis, T=key.shape[1])
-    check_divides(mesh, "data_axis", data_axis, B=key.shape[0])
-    check_divides(mesh, "model_axis", model_axis, H=key.shape[2], Hq=query.shape[2])
+    batch, length, query_heads, _ = inputs.query.shape
+    check_divides(mesh, "context_axis", context_axis, T=length)
+    check_divides(mesh, "data_axis", data_axis, B=batch)
+    check_divides(mesh, "model_axis", model_axis, H=inputs.key.shape[2], Hq=query_heads)
 
-    def local(query, key, value, direction, lambda0, initial_state, segment_ids, mask):
+    def local(inputs, mask):
+        state = VLAState(inputs.memory, inputs.penalty, inputs.key_sum)
         return context_parallel_attention(
-            query, key, value, direction, axis_name=context_axis, lambda0=lambda0,
-            initial_state=initial_state, segment_ids=segment_ids, mask=mask,
+            inputs.query, inputs.key, inputs.value, inputs.direction, axis_name=context_axis,
+            lambda0=inputs.lambda0, initial_state=state, segment_ids=inputs.segment_ids, mask=mask,
             return_state=return_state, **static,
         )  # fmt: skip
 
-    tokens = jax.P(data_axis, context_axis)
-    by_head = jax.P(data_axis, context_axis, model_axis)
-    by_state = jax.P(data_axis, model_axis)
-    start = None if initial_state is None else state
-    arguments = (query, key, value, direction, lambda0, start, segment_ids, mask)
-    specs = (by_head,) * 4 + (jax.P(model_axis), by_state, tokens, tokens)
+    specs = planning.partition_specs(B=data_axis, T=context_axis, H=model_axis)
+    given = {name: specs[name] for name, x in inputs._asdict().items() if x is not None}
+    in_specs = inputs._replace(**given), None if mask is None else specs["mask"]
+    arguments = inputs, mask
     if jax.sharding.AxisType.Explicit in mesh.axis_types:  # where shard_map does not do it
-        placements = [jax.sharding.NamedSharding(mesh, spec) for spec in specs]
-        arguments = tuple(
-            jax.tree.map(lambda x, to=to: jax.sharding.reshard(x, to), argument)
-            for argument, to in zip(arguments, placements, strict=True)
-        )
-    return jax.shard_map(
-        local, mesh=mesh, in_specs=specs,
-        out_specs=(by_head, by_state) if return_state else by_head,
-    )(*arguments)  # fmt: skip
+        arguments = jax.tree.map(
+            lambda x, spec: jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec)),
+            arguments, in_specs,
+        )  # fmt: skip
+    out_specs = specs["out"]
+    if return_state:
+        out_specs = out_specs, jax.P(data_axis, model_axis)
+    return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arguments)
 
 
 def check_divides(mesh: jax.sharding.Mesh, name: str, axis: str | None, **sizes: int) -> None:
@@ -379,57 +361,3 @@ def check_divides(mesh: jax.sharding.Mesh, name: str, axis: str | None, **sizes:
                 f"{letter} = {size} is not divisible by the {mesh.shape[axis]} devices of mesh "
                 f"axis {axis!r}: pad it and pass mask=, or use another mesh"
             )
-
-
-# --- the short convolution of the layers -------------------------------------------------------
-
-
-def reaching_tokens(
-    tail: Array,
-    count: Array,
-    initial: Array,
-    segment_ids: Array | None,
-    axis_name: str,
-    *,
-    complete: bool,
-) -> Array:
-    """The last tokens that a causal convolution still sees where this device's tokens begin.
-
-    Args:
-      tail: ``[B, width - 1, channels]``, the last tokens present of this device's last segment,
-        oldest first, zeros before them.
-      count: ``[B]``, how many of this device's tokens those are, at most ``width - 1``.
-      initial: what reaches the first device, shaped like ``tail``.
-      segment_ids: this device's.
-      axis_name: the mesh axis.
-      complete: whether no device can have fewer tokens than the convolution sees: then one
-        exchange with the neighbour is enough.
-
-    Returns:
-      What reaches this device, zeros where its first segment begins here.
-    """
-    span = tail.shape[1]
-    joins = keep = None
-    if segment_ids is not None:
-        joins, keep = continues(segment_ids, axis_name)
-    initial, tail, count = numerics.varying_alike((initial, tail, count))
-
-    def append(earlier, then):
-        later, count, kept = then
-        at = jnp.arange(span) + count[:, None]
-        at = jnp.where(at < span, at, at - count[:, None] + span)
-        both = jnp.concatenate([_kept(kept, earlier), later], axis=1)
-        return jnp.take_along_axis(both, at[..., None], axis=1)
-
-    def combine(first, then):
-        _, count, kept = then
-        before = _kept(kept, first[1])
-        both = None if kept is None else first[2] & kept
-        return append(first[0], then), jnp.minimum(before + count, span), both
-
-    element = (tail, count, keep)
-    reached = exclusive_scan(
-        combine, lambda x, then: (append(x, then), *then[1:]), element, initial, axis_name,
-        complete=complete,
-    )  # fmt: skip
-    return _kept(joins, reached)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from vla_jax import numerics
-from vla_jax.types import Array, VLAState
+from vla_jax.types import Array
 
 
 def array(name: str, x: Any, shape: Sequence[int | None], axes: str) -> Array:
@@ -55,12 +55,11 @@ def check_shape(name: str, x: Array, shape: Sequence[int | None], axes: str) -> 
         raise ValueError(f"{name} must have no empty axis, got shape {axes} = {list(x.shape)}")
 
 
-def query_heads(query: Array, num_kv_heads: int) -> None:
+def query_heads(num_heads: int, num_kv_heads: int) -> None:
     """Raises ValueError unless the query heads are a multiple of the key/value heads."""
-    if query.shape[2] % num_kv_heads:
+    if num_heads % num_kv_heads:
         raise ValueError(
-            f"query must have a multiple of key's heads H = {num_kv_heads}, "
-            f"got Hq = {query.shape[2]}"
+            f"query must have a multiple of key's heads H = {num_kv_heads}, got Hq = {num_heads}"
         )
 
 
@@ -200,63 +199,3 @@ def mask(value: Any, batch: int, length: int) -> Array | None:
         raise TypeError(f"mask must be boolean, got dtype {value.dtype}")
     check_shape("mask", value, (batch, length), "[B, T]")
     return value
-
-
-def state(
-    value: Any, name: str, batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any
-) -> VLAState:
-    """A state with its fields in ``dtype``, those of the cache None where they are.
-
-    Raises:
-      TypeError, ValueError: naming the field that is no floating-point array of its shape.
-    """
-    if not isinstance(value, VLAState):
-        raise TypeError(f"{name} must be a VLAState, got {type(value).__name__}")
-    matrix = ((batch, heads, key_dim, key_dim), "[B, H, D, D]")
-    shapes = {
-        "memory": ((batch, heads, key_dim, value_dim), "[B, H, D, E]"),
-        "penalty": matrix,
-        "key_sum": ((batch, heads, key_dim), "[B, H, D]"),
-    }
-    cache = {
-        "inverse": matrix,
-        "inverse_lambda0": ((batch, heads), "[B, H]"),
-        "inverse_age": ((batch, heads), "[B, H]"),
-        "penalty_rest": matrix,
-    }
-    shapes |= {field: spec for field, spec in cache.items() if getattr(value, field) is not None}
-    return VLAState(
-        **{
-            field: array(f"{name}.{field}", getattr(value, field), *spec).astype(dtype)
-            for field, spec in shapes.items()
-        }
-    )
-
-
-def zero_state(batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any) -> VLAState:
-    """The three defining fields of a fresh state."""
-    return VLAState(
-        memory=jnp.zeros((batch, heads, key_dim, value_dim), dtype),
-        penalty=jnp.zeros((batch, heads, key_dim, key_dim), dtype),
-        key_sum=jnp.zeros((batch, heads, key_dim), dtype),
-    )
-
-
-def initial_state(
-    value: Any, name: str, batch: int, heads: int, key_dim: int, value_dim: int, dtype: Any
-) -> VLAState:
-    """The three defining fields of the state to start from: fresh for None, the penalty whole.
-
-    What decoding kept in ``penalty_rest`` is a part of the penalty.
-
-    Raises:
-      TypeError, ValueError: as ``state``.
-    """
-    if value is None:
-        return zero_state(batch, heads, key_dim, value_dim, dtype)
-    if not isinstance(value, VLAState):
-        raise TypeError(f"{name} must be a VLAState or None, got {type(value).__name__}")
-    given = state(value, name, batch, heads, key_dim, value_dim, dtype)
-    rest = given.penalty_rest
-    penalty = given.penalty if rest is None else given.penalty + rest
-    return VLAState(given.memory, penalty, given.key_sum)
