@@ -23,8 +23,8 @@ from model import MIXERS, ModelConfig
 from tasks import LAYOUTS, MQAR
 from training import Run, SettingsError, TrainConfig, make_mesh
 
+from vla_jax.implementations import NAMES as IMPLEMENTATIONS
 from vla_jax.layer import DIRECTIONS
-from vla_jax.primitives import IMPLEMENTATIONS
 from vla_jax.types import READOUTS, WRITE_GAINS
 
 _T, _M = TrainConfig(), ModelConfig()

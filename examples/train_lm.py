@@ -32,8 +32,8 @@ from model import MIXERS, ModelConfig, parameter_count, with_parameter_count
 from text import Text
 from training import SettingsError, TrainConfig
 
+from vla_jax.implementations import NAMES as IMPLEMENTATIONS
 from vla_jax.layer import DIRECTIONS
-from vla_jax.primitives import IMPLEMENTATIONS
 from vla_jax.types import READOUTS
 
 _DATA = flags.DEFINE_string("data", "", "A file or a folder; the standard library by default.")

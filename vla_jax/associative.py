@@ -78,7 +78,10 @@ def running_sum(
 
 LOGARITHMIC = Scans(sweep, running_sum, span=None)
 RULES = {
-    primitive: Rule(*(functools.partial(function, scans=LOGARITHMIC) for function in rule))
+    primitive: Rule(
+        functools.partial(rule.forward, scans=LOGARITHMIC),
+        functools.partial(rule.backward, scans=LOGARITHMIC),
+    )
     for primitive, rule in chunkwise.RULES.items()
 }
 

@@ -67,9 +67,6 @@ class Solve(NamedTuple):
     penalty: Array
     segment_ids: Array | None = None
 
-    operation = "penalty_solve"
-    arithmetic = ("rhs", "direction")  # the arrays whose dtypes decide how products are computed
-
 
 class Delta(NamedTuple):
     """Arrays of ``delta_rule``; also their cotangents. The memory is wide."""
@@ -80,9 +77,6 @@ class Delta(NamedTuple):
     value: Array
     memory: Array
     segment_ids: Array | None = None
-
-    operation = "delta_rule"
-    arithmetic = ("query", "key", "write_key", "value")
 
 
 class Attention(NamedTuple):
@@ -98,9 +92,6 @@ class Attention(NamedTuple):
     key_sum: Array
     segment_ids: Array | None = None
 
-    operation = "vla_attention"
-    arithmetic = ("query", "key", "value")
-
 
 class Step(NamedTuple):
     """Arrays of ``vla_step``: those of ``Attention`` without the time axis, and a whole state."""
@@ -112,10 +103,21 @@ class Step(NamedTuple):
     lambda0: Array
     state: VLAState
 
-    operation = "vla_step"
-
 
 Bundle: TypeAlias = Solve | Delta | Attention
+
+# The public function of each bundle, and the arrays whose dtypes decide how products are computed.
+OPERATIONS: dict[type, str] = {
+    Solve: "penalty_solve",
+    Delta: "delta_rule",
+    Attention: "vla_attention",
+    Step: "vla_step",
+}
+ARITHMETIC: dict[type, tuple[str, ...]] = {
+    Solve: ("rhs", "direction"),
+    Delta: ("query", "key", "write_key", "value"),
+    Attention: ("query", "key", "value"),
+}
 
 
 def tokens(bundle: Bundle) -> dict[str, Array]:

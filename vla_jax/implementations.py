@@ -58,9 +58,8 @@ def choose(name: Any, bundle: Any, chunk_size: int | None) -> str:
     validation.choice("implementation", name, NAMES)
     reason = module(name).unsupported(bundle, chunk_size)
     if reason is not None:
-        raise NotImplementedError(
-            f"implementation={name!r} cannot serve {bundle.operation}: {reason}"
-        )
+        operation = bundles.OPERATIONS[type(bundle)]
+        raise NotImplementedError(f"implementation={name!r} cannot serve {operation}: {reason}")
     return name
 
 

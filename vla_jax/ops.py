@@ -46,8 +46,8 @@ def init_state(
         validation.size(name, size)
     if validation.floating_dtype("dtype", dtype) not in (jnp.float32, jnp.float64):
         raise ValueError(f"dtype must be float32 or float64, got {jnp.dtype(dtype)}")
-    sizes = planning.Sizes(B=batch_size, H=num_heads, D=key_dim, E=value_dim)
-    return _with_empty_cache(VLAState(**planning.initial_fields(None, sizes, dtype)))
+    known = planning.Sizes(B=batch_size, H=num_heads, D=key_dim, E=value_dim)
+    return _with_empty_cache(VLAState(**planning.initial_fields(None, known, dtype)))
 
 
 def _with_empty_cache(state: VLAState) -> VLAState:

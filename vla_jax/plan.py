@@ -44,7 +44,8 @@ def make(bundle: Bundle, implementation: Any, chunk_size: Any, precision: Any) -
     """
     if chunk_size is not None:
         validation.positive("chunk_size", chunk_size, integer=True)
-    policy = numerics.policy(*(getattr(bundle, n) for n in bundle.arithmetic), precision=precision)
+    deciding = (getattr(bundle, name) for name in bundles.ARITHMETIC[type(bundle)])
+    policy = numerics.policy(*deciding, precision=precision)
     return Plan(implementations.choose(implementation, bundle, chunk_size), policy, chunk_size)
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from vla_jax import implementations as known
 from vla_jax import numerics, ops, primitives
-from vla_jax.bundles import Attention, Delta, Solve
+from vla_jax.bundles import OPERATIONS
 from vla_jax.types import Array, VLAState
 
 # Relative root mean square differences (values, gradients). float32: two orders of the same sums,
@@ -190,9 +190,8 @@ def _compile(
 
 def _chosen(case: Case, inputs: dict[str, Array]) -> str:
     """What ``implementation=None`` chooses for this call."""
-    kinds = {kind.operation: kind for kind in (Attention, Solve, Delta)}
     arrays = inputs | {"rhs": inputs["key"], "write_key": inputs.get("direction")}
-    kind = kinds[case.operation]
+    kind: Any = next(k for k, name in OPERATIONS.items() if name == case.operation)
     return known.choose(None, kind(*(arrays.get(name) for name in kind._fields)), None)
 
 

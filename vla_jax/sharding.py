@@ -341,9 +341,7 @@ def sharded_attention(
             lambda x, spec: jax.sharding.reshard(x, jax.sharding.NamedSharding(mesh, spec)),
             arguments, in_specs,
         )  # fmt: skip
-    out_specs = specs["out"]
-    if return_state:
-        out_specs = out_specs, jax.P(data_axis, model_axis)
+    out_specs = (specs["out"], jax.P(data_axis, model_axis)) if return_state else specs["out"]
     return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(*arguments)
 
 

@@ -115,7 +115,8 @@ def backward(
         step, cotangents.memory, (*tokens, cotangents.out), [x.shape[2:] for x in tokens],
         inputs.segment_ids, swept, dtype=plan.policy.accumulator, reverse=True,
     )  # fmt: skip
-    return Delta(*gradients, d_memory)
+    d_query, d_key, d_write_key, d_value = gradients
+    return Delta(d_query, d_key, d_write_key, d_value, d_memory)
 
 
 def _block_backward(
