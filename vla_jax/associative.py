@@ -15,8 +15,7 @@ import jax.numpy as jnp
 
 from vla_jax import chunkwise, numerics
 from vla_jax.bundles import Bundle
-from vla_jax.chunks import Scans
-from vla_jax.implementations import Rule
+from vla_jax.chunks import Scans, kept
 from vla_jax.types import Array
 
 
@@ -49,8 +48,7 @@ def sweep(
     """``chunks.sweep`` in logarithmic depth over chunks, at D³ more arithmetic a chunk."""
     dot = policy.dot
     identity = jnp.eye(left.shape[-1], dtype=policy.accumulator)
-    kept = identity if keep is None else jnp.where(keep, identity, 0)
-    factor = kept - dot("...td,...te->...de", left, right)
+    factor = kept(keep, identity) - dot("...td,...te->...de", left, right)
     term = dot("...td,...te->...de", left, inner)
     term = term if outer is None else term + outer
     factor, term = _affine_scan(factor, term, dot, reverse)
@@ -76,14 +74,23 @@ def running_sum(
     return _exclusive(initial, jnp.where(kept, initial, 0) + sums, reverse)
 
 
-LOGARITHMIC = Scans(sweep, running_sum, span=None)
-RULES = {
-    primitive: Rule(
-        functools.partial(rule.forward, scans=LOGARITHMIC),
-        functools.partial(rule.backward, scans=LOGARITHMIC),
-    )
-    for primitive, rule in chunkwise.RULES.items()
-}
+def decayed_sum(
+    terms: Array, log_decay: Array, initial: tuple[Array, Array], *, reverse: bool = False
+) -> tuple[Array, tuple[Array, Array]]:
+    """``decay.running_sum`` in logarithmic depth, with a rest of zero."""
+
+    def combine(earlier, later):
+        (decay1, x1), (decay2, x2) = earlier, later
+        return decay1 + decay2, jnp.exp(decay2) * x1 + x2
+
+    log_decay, sums = jax.lax.associative_scan(combine, (log_decay, terms), reverse=reverse)
+    first = initial[0] + initial[1]
+    starts, final = _exclusive(first, sums + jnp.exp(log_decay) * first, reverse)
+    return starts, (final, jnp.zeros_like(final))
+
+
+LOGARITHMIC = Scans(sweep, running_sum, decayed_sum, span=None)
+RULES = chunkwise.rules(LOGARITHMIC)
 
 
 def unsupported(bundle: Bundle, chunk_size: int | None) -> None:

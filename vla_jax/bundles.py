@@ -12,7 +12,7 @@ from vla_jax.types import Array, VLAState
 
 # The axes of every array that goes into a primitive or comes out of one (letters: ``types``).
 AXES = {
-    "rhs": "B T H D",
+    "rhs": "B T Hq D",
     "query": "B T Hq D",
     "key": "B T H D",
     "write_key": "B T H D",
@@ -22,9 +22,12 @@ AXES = {
     "memory": "B H D E",
     "penalty": "B H D D",
     "key_sum": "B H D",
+    "weight": "B T H",
+    "beta": "B T H",
+    "log_decay": "B T H",
     "segment_ids": "B T",
     "mask": "B T",
-    "solution": "B T H D",
+    "solution": "B T Hq D",
     "out": "B T Hq E",
     # What a state caches for decoding.
     "inverse": "B H D D",
@@ -66,6 +69,8 @@ class Solve(NamedTuple):
     lambda0: Array
     penalty: Array
     segment_ids: Array | None = None
+    weight: Array | None = None
+    log_decay: Array | None = None
 
 
 class Delta(NamedTuple):
@@ -77,6 +82,7 @@ class Delta(NamedTuple):
     value: Array
     memory: Array
     segment_ids: Array | None = None
+    log_decay: Array | None = None
 
 
 class Attention(NamedTuple):
@@ -91,6 +97,8 @@ class Attention(NamedTuple):
     penalty: Array
     key_sum: Array
     segment_ids: Array | None = None
+    beta: Array | None = None
+    log_decay: Array | None = None
 
 
 class Step(NamedTuple):
@@ -102,6 +110,8 @@ class Step(NamedTuple):
     direction: Array | None
     lambda0: Array
     state: VLAState
+    beta: Array | None = None
+    log_decay: Array | None = None
 
 
 Bundle: TypeAlias = Solve | Delta | Attention
@@ -118,9 +128,23 @@ ARITHMETIC: dict[type, tuple[str, ...]] = {
     Delta: ("query", "key", "write_key", "value"),
     Attention: ("query", "key", "value"),
 }
+GATES = ("weight", "beta", "log_decay")
 
 
-def tokens(bundle: Bundle) -> dict[str, Array]:
-    """The floating-point arrays of the bundle that have a time axis, without those absent."""
+def tokens(bundle: Bundle | Step) -> dict[str, Array]:
+    """The arrays of the bundle that have a token's features, without those absent."""
+    features = ("B T H D", "B T Hq D", "B T H E")
     fields = bundle._asdict().items()
-    return {name: x for name, x in fields if x is not None and "T H" in AXES[name]}
+    return {name: x for name, x in fields if x is not None and AXES.get(name) in features}
+
+
+def gates(bundle: Bundle | Step) -> dict[str, Array]:
+    """The weights and decays of the bundle, without those absent."""
+    given = {name: getattr(bundle, name, None) for name in GATES}
+    return {name: x for name, x in given.items() if x is not None}
+
+
+def needs_gates(bundle: Bundle) -> bool:
+    """Whether the bundle has gates, or several right-hand sides a head, which is their solver's."""
+    grouped = isinstance(bundle, Solve) and bundle.rhs.shape[2] != bundle.direction.shape[2]
+    return grouped or bool(gates(bundle))

@@ -60,6 +60,13 @@ def where(condition: Array | None, x: Array, otherwise: Array | float = 0) -> Ar
     return x if condition is None else jnp.where(condition, x, otherwise)
 
 
+def kept(keep: Array | None, x: Array) -> Array:
+    """What a chunk leaves of the state: all for None, all or nothing, or a factor if numbers."""
+    if keep is None or keep.dtype == jnp.bool_:
+        return where(keep, x)
+    return keep * x
+
+
 def lower(x: Array, segments: Segments | None, offset: int = 0) -> Array:
     """Keeps ``[t, s]`` with ``s <= t + offset`` and both tokens of one segment."""
     x = jnp.tril(x, offset)
@@ -143,7 +150,7 @@ def sweep(
       left, right: ``[N, B, H, C, D]``.
       inner: ``[N, B, H, C, E]``.
       outer: ``[N, B, H, D, E]`` or None.
-      keep: ``[N, B, 1, 1, 1]`` booleans or None.
+      keep: ``[N, B, H or 1, 1, 1]``, see ``kept``.
       initial: ``[B, H, D, E]``.
       reverse: from the last chunk to the first.
 
@@ -152,9 +159,9 @@ def sweep(
     """
 
     def step(state, inputs):
-        left, right, inner, outer, kept = inputs
+        left, right, inner, outer, keep = inputs
         inner = inner - policy.dot("...td,...de->...te", right, state)
-        new = where(kept, state) + policy.dot("...td,...te->...de", left, inner)
+        new = kept(keep, state) + policy.dot("...td,...te->...de", left, inner)
         return (new if outer is None else new + outer), (state, inner)
 
     chunks = left, right, inner, outer, keep
@@ -167,15 +174,14 @@ class Scans(NamedTuple):
 
     Attributes:
       sweep, running_sum: functions with the signatures of those above.
+      decayed_sum: one with that of ``decay.running_sum``.
       span: chunks of a super-chunk, of which one is worked on after the other; None for one of all.
     """
 
     sweep: Callable[..., tuple[Array, Array, Array]]
     running_sum: Callable[..., tuple[Array, Array]]
+    decayed_sum: Callable[..., tuple[Array, tuple[Array, Array]]]
     span: int | None
-
-
-SEQUENTIAL = Scans(sweep, running_sum, SUPER_CHUNK)
 
 
 def causal_sum(

@@ -137,27 +137,6 @@ def running_sum(
     return starts, final
 
 
-def associative_running_sum(
-    terms: Array, log_decay: Array, initial: tuple[Array, Array], *, reverse: bool = False
-) -> tuple[Array, tuple[Array, Array]]:
-    """``running_sum`` in logarithmic depth, with a rest of zero."""
-
-    def combine(earlier, later):
-        (decay1, x1), (decay2, x2) = earlier, later
-        return decay1 + decay2, jnp.exp(decay2) * x1 + x2
-
-    log_decay, sums = jax.lax.associative_scan(combine, (log_decay, terms), reverse=reverse)
-    first = initial[0] + initial[1]
-    sums = sums + jnp.exp(log_decay) * first
-    if reverse:
-        states = jnp.concatenate([sums, first[None]])
-        starts, final = states[1:], states[0]
-    else:
-        states = jnp.concatenate([first[None], sums])
-        starts, final = states[:-1], states[-1]
-    return starts, (final, jnp.zeros_like(final))
-
-
 # --- the key sum -------------------------------------------------------------------------------
 
 

@@ -26,6 +26,7 @@ MODULES = {
 NAMES = tuple(MODULES)
 BEST = ("pallas", "xla")  # what ``implementation=None`` tries, in this order
 STEPS = ("xla", "pallas")  # those of a decoding step
+GATED = ("reference", "xla", "associative")  # with weights, decay and the inverse at the read
 
 
 class Rule(NamedTuple):
@@ -41,12 +42,25 @@ class Rule(NamedTuple):
     backward: Callable[..., Any] | None = None
 
 
+def gated_or_not(gated: Any, plain: Any, **options: Any) -> Rule:
+    """The rule of two modules with ``forward`` and ``backward``: with gates that of ``gated``."""
+
+    def call(name):
+        def chosen(plan, inputs, *saved):
+            of = gated if bundles.needs_gates(inputs) else plain
+            return getattr(of, name)(plan, inputs, *saved, **options)
+
+        return chosen
+
+    return Rule(call("forward"), call("backward"))
+
+
 def module(name: str) -> Any:
     """The module of an implementation."""
     return importlib.import_module(MODULES[name])
 
 
-def choose(name: Any, bundle: Any, chunk_size: int | None) -> str:
+def choose(name: Any, bundle: Any, chunk_size: int | None, inverse: str = "write") -> str:
     """The implementation for these arrays: the one named or, for None, the first that serves.
 
     Raises:
@@ -54,16 +68,16 @@ def choose(name: Any, bundle: Any, chunk_size: int | None) -> str:
       NotImplementedError: if the one named cannot serve, with every reason.
     """
     if name is None:
-        return next(n for n in BEST if _passed_over(n, bundle, chunk_size) is None)
+        return next(n for n in BEST if _passed_over(n, bundle, chunk_size, inverse) is None)
     validation.choice("implementation", name, NAMES)
-    reason = module(name).unsupported(bundle, chunk_size)
+    reason = _unsupported(name, bundle, chunk_size, inverse)
     if reason is not None:
         operation = bundles.OPERATIONS[type(bundle)]
         raise NotImplementedError(f"implementation={name!r} cannot serve {operation}: {reason}")
     return name
 
 
-def choose_step(name: Any, step: Any) -> str:
+def choose_step(name: Any, step: Any, inverse: str) -> str:
     """The implementation of one decoding step: ``"xla"``, or the kernel where it is named.
 
     Raises:
@@ -73,10 +87,18 @@ def choose_step(name: Any, step: Any) -> str:
     if name is None:
         return "xla"
     validation.choice("implementation", name, STEPS)
-    return choose(name, step, None)
+    return choose(name, step, None, inverse)
 
 
-def _passed_over(name: str, bundle: Any, chunk_size: int | None) -> str | None:
+def _unsupported(name: str, bundle: Any, chunk_size: int | None, inverse: str) -> str | None:
+    if name not in GATED:
+        given = [*bundles.gates(bundle), *(["inverse='read'"] if inverse == "read" else [])]
+        if given:
+            return f"its kernels have no {' and no '.join(given)}"
+    return module(name).unsupported(bundle, chunk_size)
+
+
+def _passed_over(name: str, bundle: Any, chunk_size: int | None, inverse: str) -> str | None:
     """Why ``implementation=None`` is not this one; None if it may be."""
     if name == "pallas":
         if chunk_size is not None:
@@ -84,7 +106,7 @@ def _passed_over(name: str, bundle: Any, chunk_size: int | None) -> str | None:
         reason = not_on_one_gpu(list(bundles.tokens(bundle).values()))
         if reason is not None:
             return reason
-    return module(name).unsupported(bundle, chunk_size)
+    return _unsupported(name, bundle, chunk_size, inverse)
 
 
 def not_on_one_gpu(arrays: list[Any]) -> str | None:

@@ -84,8 +84,13 @@ def feature_map(x: Array) -> Array:
     return jnp.where(x > 0, x + 1, jnp.exp(jnp.minimum(x, 0)))
 
 
-def penalty_direction(unit: Array) -> Array:
-    """``unit / √D``: the length of a penalty direction, of the unit key where none is given."""
+def penalty_direction(unit: Array, inverse: str = "write") -> Array:
+    """The ``u`` of a unit vector, the key's where no direction is given.
+
+    ``unit / √D``, or ``unit`` itself where the inverse is applied at the read: a ridge regression.
+    """
+    if inverse == "read":
+        return unit
     return unit / jnp.sqrt(jnp.asarray(unit.shape[-1], unit.dtype))
 
 

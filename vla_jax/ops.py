@@ -8,15 +8,17 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vla_jax import chunks, numerics, primitives, reference, validation
+from vla_jax import bundles, chunks, decay, numerics, primitives, validation
 from vla_jax import plan as planning
 from vla_jax.bundles import Attention, Delta, Solve, Step
 from vla_jax.plan import Plan
+from vla_jax.reference import gated, published
 from vla_jax.types import (
     Array,
     ArrayLike,
     DTypeLike,
     Implementation,
+    Inverse,
     PrecisionLike,
     Readout,
     VLAState,
@@ -67,12 +69,15 @@ def vla_attention(
     value: Array,
     direction: Array | None = None,
     *,
-    lambda0: ArrayLike = 0.1,
+    beta: Array | None = None,
+    log_decay: Array | None = None,
+    inverse: Inverse = "write",
+    lambda0: ArrayLike | None = None,
     initial_state: VLAState | None = None,
     segment_ids: Array | None = None,
     mask: Array | None = None,
-    write_gain: WriteGain = "unit",
-    readout: Readout = "ratio",
+    write_gain: WriteGain | None = None,
+    readout: Readout | None = None,
     eps: float = 1e-6,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
@@ -88,7 +93,15 @@ def vla_attention(
         S ← S + (v − S k̂) α̂ᵀ,  z ← z + k          the memory and the key sum
         o = S q / max(z·q, eps)                   the read-out
 
-    Equations (1) to (5) of ``docs/derivation.md``. Computed in chunks, a NaN or infinity in a token
+    Equations (1) to (5) of ``docs/derivation.md``. With weights ``β`` and a decay
+    ``γ = exp(log_decay)`` all of the state is multiplied by ``γ``, then the token is added::
+
+        M ← γ M + β u uᵀ,  z ← γ z + β k          λ₀ does not decay
+        S ← γ S + (v − γ S k̂) β α̂ᵀ                inverse="write"
+        S ← γ S + β v k̂ᵀ,  o = S A q              inverse="read"
+
+    With the inverse at the read and ``u = k̂`` this is ridge regression with forgetting, which
+    MesaNet (von Oswald et al., 2025) approximates. Computed in chunks, a NaN or infinity in a token
     can reach every token of its row, those before it and of other segments too; a masked token's
     reaches none.
 
@@ -102,17 +115,25 @@ def vla_attention(
         nothing. For the ratio, ``z`` and ``z·q`` must not overflow.
       value: ``[B, T, H, E]``.
       direction: ``[B, T, H, D]``, the penalty directions ``u``, used as given (the published layer
-        gives them length ``1/√D``). None means ``k̂ / √D``.
-      lambda0: scalar or ``[H]``, positive; differentiable. What float32 makes of a tiny one:
-        ``docs/derivation.md``, section 2.
+        gives them length ``1/√D``). None means ``k̂ / √D``, with ``inverse="read"`` ``k̂``.
+      beta: ``[B, T, H]``, the weight of each token, not negative. None means 1.
+      log_decay: ``[B, T, H]``, the logarithm of what each token leaves of the state before it, not
+        positive and finite; below -1e30 it counts as that. None means 0. The values of both are
+        looked at in NumPy arrays only; those of a wrong sign give results without meaning.
+      inverse: whether ``A`` is applied at the ``"write"``, to the key, or at the ``"read"``, to the
+        query. A state belongs to the kind that made it, which it does not record.
+      lambda0: scalar or ``[H]``, positive; differentiable. None means 0.1, with ``inverse="read"``
+        1. What float32 makes of a tiny one: ``docs/derivation.md``, section 2.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
         id changes, at a masked token too: padding at the end takes the id before it, or the state
         returned is that of a segment without tokens. Under ``jit`` the order is not checked.
       mask: ``[B, T]`` booleans, False for padding: the token writes nothing and its output is 0.
       write_gain: the scale of the write key: ``"unit"`` α / ‖α‖, ``"projection"`` α / (α·k̂), which
-        stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂.
-      readout: ``"ratio"``, or ``"none"`` for ``S q``.
+        stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂. None
+        means ``"unit"``; with ``inverse="read"`` there is none.
+      readout: ``"ratio"``, or ``"none"`` for ``S q``. None means ``"ratio"``, with
+        ``inverse="read"`` ``"none"``, which has no other.
       eps: positive floor of the ratio's denominator.
       chunk_size: tokens of a chunk of ``"xla"`` and ``"associative"``; changes speed and memory,
         of the result no more than its rounding. ``"reference"`` has no chunks, and the GPU kernels
@@ -139,7 +160,8 @@ def vla_attention(
         second-order differentiation of any but ``"reference"``.
     """
     plan, inputs, mask = planning.attention(
-        query, key, value, direction, lambda0=lambda0, initial_state=initial_state,
+        query, key, value, direction, beta=beta, log_decay=log_decay, inverse=inverse,
+        lambda0=lambda0, initial_state=initial_state,
         segment_ids=segment_ids, mask=mask, write_gain=write_gain, readout=readout, eps=eps,
         chunk_size=chunk_size, implementation=implementation, precision=precision,
     )  # fmt: skip
@@ -147,30 +169,69 @@ def vla_attention(
     return (out, state) if return_state else out
 
 
-def write_keys(plan: Plan, inputs: Attention) -> tuple[Array, Array, Array]:
-    """Unit keys, write keys ``[B, T, H, D]`` (wide) and the final penalty: equations (1) to (3)."""
+def solved(plan: Plan, inputs: Attention) -> tuple[Delta, Array]:
+    """What is left once the solve is done, a delta rule; and the final penalty.
+
+    With the inverse at the write, equations (1) to (3), the write key is made from the solution. At
+    the read the solution takes the query's place, and a write corrects nothing.
+    """
     unit_key = numerics.normalize(inputs.key.astype(plan.policy.accumulator))
+    at_read = plan.variant.inverse == "read"
     direction = inputs.direction
     if direction is None:
-        direction = numerics.penalty_direction(unit_key)
+        direction = numerics.penalty_direction(unit_key, plan.variant.inverse)
     solution, penalty = primitives.run(
-        plan, Solve(unit_key, direction, inputs.lambda0, inputs.penalty, inputs.segment_ids)
+        plan,
+        Solve(
+            inputs.query.astype(unit_key.dtype) if at_read else unit_key,
+            direction,
+            inputs.lambda0,
+            inputs.penalty,
+            inputs.segment_ids,
+            inputs.beta,
+            inputs.log_decay,
+        ),
     )
-    write_key = numerics.apply_write_gain(solution, unit_key, plan.variant.write_gain)
-    return unit_key, write_key, penalty
+    if at_read:
+        query, key, write_key = solution, jnp.zeros_like(unit_key), unit_key
+    else:
+        query, key = inputs.query, unit_key
+        write_key = numerics.apply_write_gain(solution, unit_key, plan.variant.write_gain)
+    delta = Delta(
+        query,
+        key,
+        weighted(write_key, inputs.beta),
+        inputs.value,
+        inputs.memory,
+        inputs.segment_ids,
+        inputs.log_decay,
+    )
+    return delta, penalty
+
+
+def weighted(x: Array, beta: Array | None) -> Array:
+    """``β x`` for ``x [B, T, H, D]`` and ``beta [B, T, H]``; None is 1."""
+    return x if beta is None else beta.astype(x.dtype)[..., None] * x
 
 
 def weigh(plan: Plan, inputs: Attention, out: Array) -> tuple[Array, Array]:
     """``out`` over ``z·q``, equation (5), in the dtype of ``query``; and the final key sum."""
 
     @jax.checkpoint  # the sums of every token are cheaper to make twice than to keep
-    def weights(query, key, key_sum):
-        key_sums, key_sum = chunks.causal_sum(key, key_sum, inputs.segment_ids, plan.policy)
+    def weights(query, key, key_sum, log_decay):
+        if log_decay is None:
+            key_sums, key_sum = chunks.causal_sum(key, key_sum, inputs.segment_ids, plan.policy)
+        else:
+            key_sums = decay.causal_sum(key, log_decay, key_sum, inputs.segment_ids, plan.policy)
+            key_sum = key_sums[:, -1]
         grouped = numerics.grouped(query, key.shape[2]).astype(key_sums.dtype)
         weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1)
         return weight.reshape(query.shape[:3]), key_sum
 
-    weight, key_sum = weights(inputs.query, inputs.key, inputs.key_sum)
+    key = inputs.key
+    if inputs.beta is not None:
+        key = weighted(key.astype(plan.policy.accumulator), inputs.beta)
+    weight, key_sum = weights(inputs.query, key, inputs.key_sum, inputs.log_decay)
     if plan.variant.readout == "ratio":
         out = out / jnp.maximum(weight, plan.variant.eps)[..., None]
     return out.astype(inputs.query.dtype), key_sum
@@ -182,19 +243,18 @@ def _attention(plan, inputs, mask):
     inputs, mask = numerics.varying_alike((inputs, mask))
     inputs = planning.masked(inputs, mask)
     inputs = inputs._replace(penalty=numerics.symmetrize(inputs.penalty))
-    if primitives.serves(plan, Attention):
+    if primitives.serves(plan, Attention) and not uses_gates(plan, inputs):
         out, *state = primitives.run(plan, inputs)
-    else:
-        unit_key, write_key, penalty = write_keys(plan, inputs)
-        out, memory = primitives.run(
-            plan,
-            Delta(
-                inputs.query, unit_key, write_key, inputs.value, inputs.memory, inputs.segment_ids
-            ),
-        )
-        out, key_sum = weigh(plan, inputs, out)
-        state = memory, penalty, key_sum
-    return out.astype(inputs.query.dtype), _with_empty_cache(VLAState(*state))
+        return out.astype(inputs.query.dtype), _with_empty_cache(VLAState(*state))
+    delta, penalty = solved(plan, inputs)
+    out, memory = primitives.run(plan, delta)
+    out, key_sum = weigh(plan, inputs, out)
+    return out, _with_empty_cache(VLAState(memory, penalty, key_sum))
+
+
+def uses_gates(plan: Plan, inputs: Attention | Step) -> bool:
+    """Whether the recurrence is more than the published one."""
+    return plan.variant.inverse == "read" or bool(bundles.gates(inputs))
 
 
 # --- decoding ----------------------------------------------------------------------------------
@@ -207,9 +267,12 @@ def vla_step(
     direction: Array | None,
     state: VLAState,
     *,
-    lambda0: ArrayLike = 0.1,
-    write_gain: WriteGain = "unit",
-    readout: Readout = "ratio",
+    beta: Array | None = None,
+    log_decay: Array | None = None,
+    inverse: Inverse = "write",
+    lambda0: ArrayLike | None = None,
+    write_gain: WriteGain | None = None,
+    readout: Readout | None = None,
     eps: float = 1e-6,
     implementation: Literal["xla", "pallas"] | None = None,
 ) -> tuple[Array, VLAState]:
@@ -225,7 +288,10 @@ def vla_step(
       query: ``[B, Hq, D]``; key, direction: ``[B, H, D]``; value: ``[B, H, E]``: as in
         ``vla_attention`` without the time axis. ``direction=None`` means ``k̂ / √D``.
       state: what the previous step, ``vla_attention`` or ``init_state`` returned.
-      lambda0, write_gain, readout, eps: as in ``vla_attention``.
+      beta, log_decay: ``[B, H]``, as in ``vla_attention`` without the time axis. A step with either
+        of them, or with ``inverse="read"``, solves from the penalty by Cholesky, in O(D³) a head,
+        and clears the carried inverse.
+      inverse, lambda0, write_gain, readout, eps: as in ``vla_attention``.
       implementation: ``"xla"`` (what None means) or ``"pallas"``, a GPU kernel that reads and
         writes the state once; its derivatives are those of ``"xla"``.
 
@@ -237,7 +303,8 @@ def vla_step(
       NotImplementedError: if the kernel was named and cannot serve these arrays here.
     """
     plan, inputs = planning.step(
-        query, key, value, direction, state, lambda0=lambda0, write_gain=write_gain,
+        query, key, value, direction, state, beta=beta, log_decay=log_decay, inverse=inverse,
+        lambda0=lambda0, write_gain=write_gain,
         readout=readout, eps=eps, implementation=implementation,
     )  # fmt: skip
     return _step(plan, inputs)
@@ -246,6 +313,8 @@ def vla_step(
 @functools.partial(jax.jit, static_argnums=0)
 def _step(plan, inputs):
     inputs = numerics.varying_alike(inputs)
+    if uses_gates(plan, inputs):
+        return gated.step(plan.variant, inputs)
     plain = functools.partial(_plain_step, plan.variant)
     if not primitives.serves(plan, Step):
         return plain(inputs)
@@ -257,7 +326,7 @@ def _step(plan, inputs):
 
 
 def _plain_step(variant, inputs):
-    query, key, value, direction, lambda0, state = inputs
+    query, key, value, direction, lambda0, state, *_ = inputs
     dtype = state.memory.dtype
     grouped = numerics.grouped(query[:, None], key.shape[1])[:, 0].astype(dtype)
     key, value = key.astype(dtype), value.astype(dtype)
@@ -274,7 +343,7 @@ def _plain_step(variant, inputs):
     inverse, cache = _next_inverse(*jax.lax.stop_gradient((state, penalty, u, lambda0)))
     inverse = numerics.known_inverse(numerics.regularised(penalty, lambda0), inverse)
     solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)
-    out, memory, key_sum = reference.write_and_read(
+    out, memory, key_sum = published.write_and_read(
         variant, state, solution, grouped, key, unit_key, value
     )
     out = out.reshape(*query.shape[:2], -1).astype(query.dtype)
@@ -288,7 +357,7 @@ def _next_inverse(
     if state.inverse is None or state.inverse_lambda0 is None or state.inverse_age is None:
         return numerics.penalty_inverse(penalty, lambda0), {}
     cached, age = state.inverse.astype(penalty.dtype), state.inverse_age
-    updated = reference.sherman_morrison(cached, u)
+    updated = published.sherman_morrison(cached, u)
     # The update divides by 1 + uᵀ A u: what is lost where that is large does not come back.
     weight = 1 + jnp.einsum("bhi,bhij,bhj->bh", u, cached, u, precision=jax.lax.Precision.HIGHEST)
     resolved = (weight > 0.5) & (weight * numerics.RESOLVED_ULPS * jnp.finfo(weight.dtype).eps < 1)

@@ -10,19 +10,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vla_jax import bundles, implementations, numerics, validation
 from vla_jax.bundles import AXES, STATE, Attention, Bundle, Delta, Solve, Step
-from vla_jax.types import READOUTS, WRITE_GAINS, Array, DTypeLike, VLAState
+from vla_jax.types import INVERSES, READOUTS, WRITE_GAINS, Array, DTypeLike, VLAState
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """The options of the recurrence that change its result (``docs/derivation.md``, variants)."""
+    """The options of the recurrence that change its result (``docs/derivation.md``, variants).
 
-    write_gain: str = "unit"
+    With ``inverse="read"`` there is no write gain, which is None then, and no ratio.
+    """
+
+    write_gain: str | None = "unit"
     readout: str = "ratio"
     eps: float = 1e-6
+    inverse: str = "write"
+
+
+# The initial penalty where none is given: the published one, and MesaNet's.
+LAMBDA0 = {"write": 0.1, "read": 1.0}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +44,13 @@ class Plan:
     variant: Variant = Variant()
 
 
-def make(bundle: Bundle, implementation: Any, chunk_size: Any, precision: Any) -> Plan:
+def make(
+    bundle: Bundle,
+    implementation: Any,
+    chunk_size: Any,
+    precision: Any,
+    variant: Variant = Variant(),
+) -> Plan:
     """The plan for checked arrays.
 
     Raises:
@@ -46,19 +61,31 @@ def make(bundle: Bundle, implementation: Any, chunk_size: Any, precision: Any) -
         validation.positive("chunk_size", chunk_size, integer=True)
     deciding = (getattr(bundle, name) for name in bundles.ARITHMETIC[type(bundle)])
     policy = numerics.policy(*deciding, precision=precision)
-    return Plan(implementations.choose(implementation, bundle, chunk_size), policy, chunk_size)
+    chosen = implementations.choose(implementation, bundle, chunk_size, variant.inverse)
+    return Plan(chosen, policy, chunk_size, variant)
 
 
-def variant(write_gain: Any, readout: Any, eps: Any, dtype: DTypeLike) -> Variant:
-    """The checked variant; ``eps`` is to be positive in ``dtype``.
+def variant(write_gain: Any, readout: Any, eps: Any, inverse: Any, dtype: DTypeLike) -> Variant:
+    """The checked variant, None replaced by the default; ``eps`` is to be positive in ``dtype``.
 
     Raises:
       ValueError, TypeError: naming the option that has no such value.
     """
+    validation.choice("inverse", inverse, INVERSES)
+    validation.floor("eps", eps, dtype)
+    if inverse == "read":
+        for name, value, only in (("write_gain", write_gain, None), ("readout", readout, "none")):
+            if value not in (None, only):
+                raise ValueError(
+                    f"{name} must be {only!r} or left out with inverse='read', which has none; "
+                    f"got {value!r}"
+                )
+        return Variant(None, "none", float(eps), inverse)
+    write_gain = "unit" if write_gain is None else write_gain
+    readout = "ratio" if readout is None else readout
     validation.choice("write_gain", write_gain, WRITE_GAINS)
     validation.choice("readout", readout, READOUTS)
-    validation.floor("eps", eps, dtype)
-    return Variant(write_gain, readout, float(eps))
+    return Variant(write_gain, readout, float(eps), inverse)
 
 
 # --- checks ------------------------------------------------------------------------------------
@@ -147,48 +174,71 @@ def initial(name: str, x: Any, sizes: Sizes, dtype: DTypeLike) -> Array:
     return sizes.check(name, x, label=f"initial_{name}").astype(dtype)
 
 
+def gate(name: str, x: Any, sizes: Sizes) -> Array | None:
+    """``weight``, ``beta`` or ``log_decay``, of any floating-point dtype; None stays so.
+
+    Values are looked at where that costs no copy from a device: in NumPy arrays.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    if x is None:
+        return None
+    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+        if name == "log_decay":
+            allowed, expected = lambda x: (x <= 0) & (x > -np.inf), "finite and not positive"
+        else:
+            allowed, expected = lambda x: (x >= 0) & (x < np.inf), "finite and not negative"
+        validation.values(name, x, allowed, expected)
+    return sizes.check(name, x)
+
+
 def penalty_solve(
-    rhs: Any,
-    direction: Any,
-    *,
-    lambda0: Any,
-    initial_penalty: Any,
-    segment_ids: Any,
-    **options: Any,
-) -> tuple[Plan, Solve]:
+    rhs: Any, direction: Any, *, lambda0: Any, weight: Any, log_decay: Any, initial_penalty: Any,
+    segment_ids: Any, **options: Any,
+) -> tuple[Plan, Solve]:  # fmt: skip
     """The plan and arrays of ``vla_jax.penalty_solve``, which lists the arguments and errors."""
     sizes = Sizes()
-    rhs, direction = sizes.check("rhs", rhs), sizes.check("direction", direction)
+    direction = sizes.check("direction", direction)
+    rhs = sizes.check("rhs", rhs)
     dtype = numerics.accumulator_dtype(rhs.dtype, direction.dtype)
-    penalty = initial("penalty", initial_penalty, sizes, dtype)
     bundle = Solve(
         rhs,
         direction,
         validation.lambda0(lambda0, sizes["H"], dtype),
-        penalty,
+        initial("penalty", initial_penalty, sizes, dtype),
         validation.segment_ids(segment_ids, sizes["B"], sizes["T"]),
+        gate("weight", weight, sizes),
+        gate("log_decay", log_decay, sizes),
     )
     return make(bundle, **options), bundle
 
 
 def delta_rule(
-    query: Any, key: Any, write_key: Any, value: Any, *, initial_memory: Any, segment_ids: Any,
-    **options: Any,
+    query: Any, key: Any, write_key: Any, value: Any, *, log_decay: Any, initial_memory: Any,
+    segment_ids: Any, **options: Any,
 ) -> tuple[Plan, Delta]:  # fmt: skip
     """The plan and arrays of ``vla_jax.delta_rule``, which lists the arguments and errors."""
     sizes = Sizes()
     query, key, value = tokens_of(query, key, value, sizes)
     write_key = sizes.check("write_key", write_key)
     dtype = numerics.accumulator_dtype(*(x.dtype for x in (query, key, write_key, value)))
-    memory = initial("memory", initial_memory, sizes, dtype)
-    ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
-    bundle = Delta(query, key, write_key, value, memory, ids)
+    bundle = Delta(
+        query,
+        key,
+        write_key,
+        value,
+        initial("memory", initial_memory, sizes, dtype),
+        validation.segment_ids(segment_ids, sizes["B"], sizes["T"]),
+        gate("log_decay", log_decay, sizes),
+    )
     return make(bundle, **options), bundle
 
 
 def attention(
-    query: Any, key: Any, value: Any, direction: Any, *, lambda0: Any, initial_state: Any,
-    segment_ids: Any, mask: Any, write_gain: Any, readout: Any, eps: Any, **options: Any,
+    query: Any, key: Any, value: Any, direction: Any, *, beta: Any, log_decay: Any, inverse: Any,
+    lambda0: Any, initial_state: Any, segment_ids: Any, mask: Any, write_gain: Any, readout: Any,
+    eps: Any, **options: Any,
 ) -> tuple[Plan, Attention, Array | None]:  # fmt: skip
     """The plan, arrays and mask of ``vla_jax.vla_attention``, which lists arguments and errors."""
     sizes = Sizes()
@@ -196,27 +246,25 @@ def attention(
     if direction is not None:
         direction = sizes.check("direction", direction)
     dtype = numerics.accumulator_dtype(query.dtype, key.dtype, value.dtype)
+    chosen = variant(write_gain, readout, eps, inverse, dtype)
     bundle = Attention(
         query,
         key,
         value,
         direction,
-        validation.lambda0(lambda0, sizes["H"], dtype),
+        validation.lambda0(LAMBDA0[inverse] if lambda0 is None else lambda0, sizes["H"], dtype),
         **initial_fields(initial_state, sizes, dtype),
         segment_ids=validation.segment_ids(segment_ids, sizes["B"], sizes["T"]),
+        beta=gate("beta", beta, sizes),
+        log_decay=gate("log_decay", log_decay, sizes),
     )
     mask = validation.mask(mask, sizes["B"], sizes["T"])
-    plan = make(bundle, **options)
-    return (
-        dataclasses.replace(plan, variant=variant(write_gain, readout, eps, dtype)),
-        bundle,
-        mask,
-    )
+    return make(bundle, **options, variant=chosen), bundle, mask
 
 
 def step(
-    query: Any, key: Any, value: Any, direction: Any, state: Any, *, lambda0: Any, write_gain: Any,
-    readout: Any, eps: Any, implementation: Any,
+    query: Any, key: Any, value: Any, direction: Any, state: Any, *, beta: Any, log_decay: Any,
+    inverse: Any, lambda0: Any, write_gain: Any, readout: Any, eps: Any, implementation: Any,
 ) -> tuple[Plan, Step]:  # fmt: skip
     """The plan and arrays of ``vla_jax.vla_step``, which lists the arguments and errors."""
     sizes = Sizes(time=False)
@@ -229,29 +277,32 @@ def step(
         )
     dtypes = [getattr(x, "dtype", jnp.float32) for x in (query, key, value, state.memory)]
     dtype = numerics.accumulator_dtype(*dtypes)
-    state = state_of(state, "state", sizes, dtype)
+    chosen = variant(write_gain, readout, eps, inverse, dtype)
     inputs = Step(
-        query, key, value, direction, validation.lambda0(lambda0, sizes["H"], dtype), state
+        query,
+        key,
+        value,
+        direction,
+        validation.lambda0(LAMBDA0[inverse] if lambda0 is None else lambda0, sizes["H"], dtype),
+        state_of(state, "state", sizes, dtype),
+        gate("beta", beta, sizes),
+        gate("log_decay", log_decay, sizes),
     )
-    chosen = implementations.choose_step(implementation, inputs)
-    return (
-        Plan(
-            chosen,
-            numerics.policy(query, key, value),
-            variant=variant(write_gain, readout, eps, dtype),
-        ),
-        inputs,
-    )
+    name = implementations.choose_step(implementation, inputs, inverse)
+    return Plan(name, numerics.policy(query, key, value), variant=chosen), inputs
 
 
 # --- masks and axes ----------------------------------------------------------------------------
 
 
 def masked(bundle: Bundle, mask: Array | None) -> Any:
-    """The bundle with its tokens zero where ``mask [B, T]`` is False: they write nothing."""
+    """The bundle with tokens and gates zero where ``mask [B, T]`` is False.
+
+    Such a token writes nothing (β = 0), and nothing decays (log γ = 0).
+    """
     if mask is None:
         return bundle
-    tokens = bundles.tokens(bundle)
+    tokens = bundles.tokens(bundle) | bundles.gates(bundle)
     return bundle._replace(**{name: numerics.masked(x, mask) for name, x in tokens.items()})
 
 

@@ -116,23 +116,31 @@ def penalty_solve(
     direction: Array,
     *,
     lambda0: ArrayLike,
+    weight: Array | None = None,
+    log_decay: Array | None = None,
     initial_penalty: Array | None = None,
     segment_ids: Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
     precision: PrecisionLike = None,
 ) -> tuple[Array, Array]:
-    """Causal regularised least squares: ``α_t = (λ₀ I + M₀ + Σ_{s≤t} u_s u_sᵀ)⁻¹ rhs_t``.
+    """Causal regularised least squares: ``α_t = (λ₀ I + P_t)⁻¹ rhs_t``, ``P ← γ P + β u uᵀ``.
+
+    Without weights and decay ``P_t`` is the sum of ``u uᵀ``, over ``initial_penalty``.
 
     With ``rhs`` the unit keys this is VLA's write direction before normalisation; with the queries
     in their place it is the exact solution that MesaNet approximates (von Oswald et al., 2025).
     Equations (1) and (2) of ``docs/derivation.md``.
 
     Args:
-      rhs: ``[B, T, H, D]``, floating point.
+      rhs: ``[B, T, Hq, D]``, floating point; Hq a multiple of H, as the queries of ``delta_rule``.
       direction: ``[B, T, H, D]``, the ``u`` of the penalty, used as given.
-      lambda0: scalar or ``[H]``, positive: the initial penalty. What float32 makes of a tiny one:
-        ``docs/derivation.md``, section 2.
+      lambda0: scalar or ``[H]``, positive: the initial penalty, which does not decay. What float32
+        makes of a tiny one: ``docs/derivation.md``, section 2.
+      weight: ``[B, T, H]``, the ``β`` of each direction, not negative. None means 1.
+      log_decay: ``[B, T, H]``, ``log γ``, not positive. None means 0. With weight, decay or grouped
+        right-hand sides the solve is by conjugate gradients, whose residual
+        ``vla_jax.diagnostics`` shows (float64 and ``"reference"``: by Cholesky).
       initial_penalty: ``[B, H, D, D]``, symmetric (only its symmetric part is used), without the
         ``lambda0`` term. It belongs to the first segment. Default zeros.
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the penalty
@@ -147,8 +155,8 @@ def penalty_solve(
         products and computes in its dtype always.
 
     Returns:
-      ``(solution, penalty)``: ``[B, T, H, D]`` in the dtype of ``rhs``, and the penalty of the last
-      segment without the ``lambda0`` term, ``[B, H, D, D]``, float32 (float64 with float64 inputs).
+      ``(solution, penalty)``: ``[B, T, Hq, D]`` in the dtype of ``rhs``, and that of the last segment
+      without the ``lambda0`` term, ``[B, H, D, D]``, float32 (float64 with float64 inputs).
 
     Raises:
       ValueError, TypeError: for a bad argument, which the message names.
@@ -158,9 +166,9 @@ def penalty_solve(
     return tuple(
         _jitted(
             *planning.penalty_solve(
-                rhs, direction, lambda0=lambda0, initial_penalty=initial_penalty,
-                segment_ids=segment_ids, chunk_size=chunk_size, implementation=implementation,
-                precision=precision,
+                rhs, direction, lambda0=lambda0, weight=weight, log_decay=log_decay,
+                initial_penalty=initial_penalty, segment_ids=segment_ids, chunk_size=chunk_size,
+                implementation=implementation, precision=precision,
             )
         )
     )  # fmt: skip
@@ -173,13 +181,14 @@ def delta_rule(
     write_key: Array,
     value: Array,
     *,
+    log_decay: Array | None = None,
     initial_memory: Array | None = None,
     segment_ids: Array | None = None,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
     precision: PrecisionLike = None,
 ) -> tuple[Array, Array]:
-    """The generalised delta rule: ``S_t = S_{t-1} + (v_t − S_{t-1} k_t) a_tᵀ``, ``o_t = S_t q_t``.
+    """The generalised delta rule: ``S ← γ S + (v_t − γ S k_t) a_tᵀ``, ``o_t = S q_t``.
 
     ``write_key = β key`` with unit keys is DeltaNet (Yang et al., 2024). Equations (4) and (5) of
     ``docs/derivation.md``, without the ratio.
@@ -189,6 +198,7 @@ def delta_rule(
       key: ``[B, T, H, D]``, used as given (not normalised).
       write_key: ``[B, T, H, D]``, the ``a`` above.
       value: ``[B, T, H, E]``.
+      log_decay: ``[B, T, H]``, ``log γ`` of each token, not positive. None means no decay.
       initial_memory: ``[B, H, D, E]``, key dimension first; of the first segment. Default zeros.
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes the memory
         restarts from zero.
@@ -204,7 +214,7 @@ def delta_rule(
     return tuple(
         _jitted(
             *planning.delta_rule(
-                query, key, write_key, value, initial_memory=initial_memory,
+                query, key, write_key, value, log_decay=log_decay, initial_memory=initial_memory,
                 segment_ids=segment_ids, chunk_size=chunk_size, implementation=implementation,
                 precision=precision,
             )

@@ -18,13 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import numerics, ops, primitives
+from vla_jax import decay, numerics, ops, primitives
 from vla_jax import plan as planning
-from vla_jax.bundles import Delta
+from vla_jax.bundles import Attention
 from vla_jax.types import (
     Array,
     ArrayLike,
+    DTypeLike,
     Implementation,
+    Inverse,
     PrecisionLike,
     Readout,
     VLAState,
@@ -112,11 +114,44 @@ def continues(segment_ids: Array | None, axis_name: str) -> tuple[Array, Array] 
     return joins, joins & (first == last)
 
 
-def kept(condition: Array | None, x: Array) -> Array:
-    """``x [B, ...]`` where ``condition [B]`` holds, otherwise zero."""
-    if condition is None:
+def kept(keep: Array | None, x: Array) -> Array:
+    """What is left of ``x [B, ...]``: all for None, all or nothing, or a factor if numbers.
+
+    ``keep`` has the first axes of ``x``.
+    """
+    if keep is None:
         return x
-    return jnp.where(condition.reshape(-1, *[1] * (x.ndim - 1)), x, 0)
+    keep = keep.reshape(*keep.shape, *[1] * (x.ndim - keep.ndim))
+    return jnp.where(keep, x, 0) if keep.dtype == jnp.bool_ else keep * x
+
+
+def _passing(
+    inputs: Attention, axis_name: str, dtype: DTypeLike
+) -> tuple[Array | None, Array | None, Callable[[Array], Array]]:
+    """What this device's tokens leave of a state, and of their own shares in it.
+
+    Returns:
+      Whether the segment that reaches this device goes on here, ``[B]``; what is left of its state
+      behind the last token, ``[B]`` booleans or, with decay, numbers ``[B, H]``; and a function
+      that weighs ``x [B, T, H, D]`` by β and by what is left of each token there. None is all.
+    """
+    segment_ids = inputs.segment_ids
+    joins = keep = None
+    if segment_ids is not None:
+        joins, keep = continues(segment_ids, axis_name)
+    if inputs.log_decay is None:
+
+        def until(x):
+            x = x if inputs.beta is None else ops.weighted(x.astype(dtype), inputs.beta)
+            return _last_segment(x, segment_ids)
+
+        return joins, keep, until
+    log_decay = decay.effective(inputs.log_decay, inputs.key, segment_ids, dtype)
+    behind = jnp.flip(jnp.cumsum(jnp.flip(log_decay, 1), 1), 1)  # of the token and those after it
+    total = jnp.exp(behind[:, 0, :, 0])
+    left = jnp.exp(jnp.pad(behind[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))))
+    keep = total if joins is None else jnp.where(joins[:, None], total, 0)
+    return joins, keep, lambda x: left * ops.weighted(x.astype(dtype), inputs.beta)
 
 
 def _last_segment(x: Array, segment_ids: Array | None) -> Array:
@@ -138,12 +173,15 @@ def context_parallel_attention(
     direction: Array | None = None,
     *,
     axis_name: str,
-    lambda0: ArrayLike = 0.1,
+    beta: Array | None = None,
+    log_decay: Array | None = None,
+    inverse: Inverse = "write",
+    lambda0: ArrayLike | None = None,
     initial_state: VLAState | None = None,
     segment_ids: Array | None = None,
     mask: Array | None = None,
-    write_gain: WriteGain = "unit",
-    readout: Readout = "ratio",
+    write_gain: WriteGain | None = None,
+    readout: Readout | None = None,
     eps: float = 1e-6,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
@@ -160,10 +198,11 @@ def context_parallel_attention(
       query, key, value, direction: this device's tokens, as in ``vla_attention``; the devices along
         the axis hold consecutive, equally long parts of the sequence.
       axis_name: the mesh axis.
+      beta, log_decay: this device's.
       lambda0: as in ``vla_attention``, the same on all devices of the axis.
       initial_state: that of the whole sequence, the same on all devices of the axis.
       segment_ids, mask: this device's; a segment may run over any number of devices.
-      write_gain, readout, eps, chunk_size, precision: as in ``vla_attention``.
+      inverse, write_gain, readout, eps, chunk_size, precision: as in ``vla_attention``.
       implementation: as in ``vla_attention``, but not ``"triton"``.
       return_state: whether to return the state after the whole sequence as well, the same on all
         devices of the axis (``out_specs`` without the axis).
@@ -178,7 +217,8 @@ def context_parallel_attention(
     """
     axis_size(axis_name)
     plan, inputs, mask = _checked(
-        query, key, value, direction, lambda0=lambda0, initial_state=initial_state,
+        query, key, value, direction, beta=beta, log_decay=log_decay, lambda0=lambda0,
+        initial_state=initial_state, inverse=inverse,
         segment_ids=segment_ids, mask=mask, write_gain=write_gain, readout=readout, eps=eps,
         chunk_size=chunk_size, implementation=implementation, precision=precision,
     )  # fmt: skip
@@ -199,26 +239,24 @@ def _checked(*arrays: Any, implementation: Any, **options: Any) -> tuple[Any, An
 def _attention(plan, axis_name, return_state, inputs, mask):
     """The composition, on checked arrays."""
     inputs, mask = numerics.varying_alike((inputs, mask))
-    policy, segment_ids = plan.policy, inputs.segment_ids
+    policy = plan.policy
     if inputs.direction is None:
         unit_key = numerics.normalize(inputs.key.astype(policy.accumulator))
-        inputs = inputs._replace(direction=numerics.penalty_direction(unit_key))
+        direction = numerics.penalty_direction(unit_key, plan.variant.inverse)
+        inputs = inputs._replace(direction=direction)
     inputs = planning.masked(inputs, mask)
     key, value = inputs.key, inputs.value
 
-    joins = keep = None
-    if segment_ids is not None:
-        joins, keep = continues(segment_ids, axis_name)
-
     # The penalty and, beside it, the key sum: [B, H, D, D + 1].
-    last_u, last_key = (_last_segment(x, segment_ids) for x in (inputs.direction, key))
+    joins, keep, until = _passing(inputs, axis_name, policy.accumulator)
+    last_u, last_key = (until(x) for x in (inputs.direction, key))
     sums = policy.dot("bthd,bthe->bhde", last_u, inputs.direction)
     sums = _beside(sums, jnp.sum(last_key, axis=1, dtype=policy.accumulator)[..., None])
     initial = _beside(numerics.symmetrize(inputs.penalty), inputs.key_sum[..., None])
 
     def add(first, then):
-        kept = None if keep is None else first[1] & then[1]
-        return kept(then[1], first[0]) + then[0], kept
+        both = None if keep is None else kept(then[1], first[1])
+        return kept(then[1], first[0]) + then[0], both
 
     sums = exclusive_scan(
         add, lambda x, then: (kept(then[1], x) + then[0], then[1]), (sums, keep), initial,
@@ -226,7 +264,7 @@ def _attention(plan, axis_name, return_state, inputs, mask):
     )  # fmt: skip
     sums = kept(joins, sums)
     reached = inputs._replace(penalty=sums[..., :-1], key_sum=sums[..., -1])
-    unit_key, write_key, penalty = ops.write_keys(plan, reached)
+    delta, penalty = ops.solved(plan, reached)
 
     # The memory is affine in the one that reaches this device, and so are the read-outs: from
     # zero, with the values, it is `term`; from the identity, without values, `factor`. Side by side
@@ -239,7 +277,7 @@ def _attention(plan, axis_name, return_state, inputs, mask):
     zero = jnp.zeros_like(inputs.memory)
     _, identity, zero, nothing = numerics.varying_alike((inputs.query, identity, zero, nothing))
     start = _beside(zero, kept(joins, identity))
-    wide = Delta(inputs.query, unit_key, write_key, _beside(value, nothing), start, segment_ids)
+    wide = delta._replace(value=_beside(value, nothing), memory=start)
     both, memory = primitives.run(plan, wide)
     out, reach = both[..., :value_dim], both[..., value_dim:]
     element = memory[..., :value_dim], memory[..., value_dim:]  # the term, the factor
@@ -276,12 +314,15 @@ def sharded_attention(
     context_axis: str,
     data_axis: str | None = None,
     model_axis: str | None = None,
-    lambda0: ArrayLike = 0.1,
+    beta: Array | None = None,
+    log_decay: Array | None = None,
+    inverse: Inverse = "write",
+    lambda0: ArrayLike | None = None,
     initial_state: VLAState | None = None,
     segment_ids: Array | None = None,
     mask: Array | None = None,
-    write_gain: WriteGain = "unit",
-    readout: Readout = "ratio",
+    write_gain: WriteGain | None = None,
+    readout: Readout | None = None,
     eps: float = 1e-6,
     chunk_size: int | None = None,
     implementation: Implementation | None = None,
@@ -296,8 +337,9 @@ def sharded_attention(
         and JAX differentiates only within ``jax.jit`` or ``jax.set_mesh``.
       context_axis, data_axis, model_axis: the mesh axes over which T, batch and heads are sharded,
         each another; they divide T, B, and both H and Hq. None leaves batch or heads whole.
-      lambda0, initial_state, segment_ids, mask, write_gain, readout, eps, chunk_size,
-        implementation, precision, return_state: as in ``context_parallel_attention``.
+      beta, log_decay, inverse, lambda0, initial_state, segment_ids, mask, write_gain, readout,
+        eps, chunk_size, implementation, precision, return_state: as in
+        ``context_parallel_attention``.
 
     Returns:
       As ``vla_attention``: ``out`` sharded like ``query``, the state over batch and heads alone.
@@ -307,12 +349,12 @@ def sharded_attention(
         another one too, and otherwise as ``context_parallel_attention``.
     """
     static: dict[str, Any] = {
-        "write_gain": write_gain, "readout": readout, "eps": eps, "chunk_size": chunk_size,
-        "implementation": implementation, "precision": precision,
+        "inverse": inverse, "write_gain": write_gain, "readout": readout, "eps": eps,
+        "chunk_size": chunk_size, "implementation": implementation, "precision": precision,
     }  # fmt: skip
     _, inputs, mask = _checked(
-        query, key, value, direction, lambda0=lambda0, initial_state=initial_state,
-        segment_ids=segment_ids, mask=mask, **static,
+        query, key, value, direction, beta=beta, log_decay=log_decay, lambda0=lambda0,
+        initial_state=initial_state, segment_ids=segment_ids, mask=mask, **static,
     )  # fmt: skip
     if not isinstance(mesh, jax.sharding.Mesh | jax.sharding.AbstractMesh):
         raise TypeError(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
@@ -328,6 +370,7 @@ def sharded_attention(
         state = VLAState(inputs.memory, inputs.penalty, inputs.key_sum)
         return context_parallel_attention(
             inputs.query, inputs.key, inputs.value, inputs.direction, axis_name=context_axis,
+            beta=inputs.beta, log_decay=inputs.log_decay,
             lambda0=inputs.lambda0, initial_state=state, segment_ids=inputs.segment_ids, mask=mask,
             return_state=return_state, **static,
         )  # fmt: skip

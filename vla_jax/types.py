@@ -32,8 +32,11 @@ WriteGain: TypeAlias = Literal["unit", "projection", "rls"]
 Readout: TypeAlias = Literal["ratio", "none"]
 Implementation: TypeAlias = Literal["reference", "xla", "associative", "pallas", "triton"]
 
+Inverse: TypeAlias = Literal["write", "read"]
+
 WRITE_GAINS: tuple[str, ...] = ("unit", "projection", "rls")
 READOUTS: tuple[str, ...] = ("ratio", "none")
+INVERSES: tuple[str, ...] = ("write", "read")
 
 
 @jax.tree_util.register_dataclass

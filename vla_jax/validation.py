@@ -98,7 +98,7 @@ def floor(name: str, value: Any, dtype: Any) -> None:
         )
 
 
-def values(name: str, x: Array, allowed: Callable[[Any], Any], expected: str) -> None:
+def values(name: str, x: Array | np.ndarray, allowed: Callable[[Any], Any], expected: str) -> None:
     """Raises ValueError, naming a value, if some of a concrete ``x`` are not allowed."""
     if is_concrete(x):
         found = np.asarray(x, np.float64)

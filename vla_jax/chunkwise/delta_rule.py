@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from vla_jax import numerics
 from vla_jax.bundles import Delta, DeltaOutputs
 from vla_jax.chunks import (
-    SEQUENTIAL,
     Blocks,
     Scans,
     Segments,
@@ -57,7 +56,7 @@ def _ungrouped(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def forward(plan: Plan, inputs: Delta, *, scans: Scans = SEQUENTIAL) -> tuple[DeltaOutputs, Swept]:
+def forward(plan: Plan, inputs: Delta, *, scans: Scans) -> tuple[DeltaOutputs, Swept]:
     """Equations (10) to (13)."""
 
     def step(memory, tokens, segments, _):
@@ -98,7 +97,7 @@ def backward(
     swept: Swept,
     cotangents: DeltaOutputs,
     *,
-    scans: Scans = SEQUENTIAL,
+    scans: Scans,
 ) -> Delta:
     """Equations (17) to (21)."""
     tokens = inputs.query, inputs.key, inputs.write_key, inputs.value

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 from vla_jax import numerics
 from vla_jax.bundles import Solve, SolveOutputs
 from vla_jax.chunks import (
-    SEQUENTIAL,
     Blocks,
     Scans,
     Segments,
@@ -48,7 +47,7 @@ def _apply(
     return where(keep, inverse, fresh) - dot("...td,...te->...de", w, w), solution
 
 
-def forward(plan: Plan, inputs: Solve, *, scans: Scans = SEQUENTIAL) -> tuple[SolveOutputs, Solved]:
+def forward(plan: Plan, inputs: Solve, *, scans: Scans) -> tuple[SolveOutputs, Solved]:
     """Equations (6) to (9).
 
     The tokens are cut in super-chunks of ``SUPER_CHUNK`` chunks. The penalty at their starts is a
@@ -102,7 +101,7 @@ def backward(
     solved: Solved,
     cotangents: SolveOutputs,
     *,
-    scans: Scans = SEQUENTIAL,
+    scans: Scans,
 ) -> Solve:
     """Equations (22) to (26).
 

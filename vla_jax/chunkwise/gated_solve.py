@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 
 from vla_jax import numerics
-from vla_jax.bundles import SolveOutputs
-from vla_jax.chunks import Blocks
+from vla_jax.bundles import Solve, SolveOutputs
+from vla_jax.chunks import Blocks, Scans
 from vla_jax.decay import Decay, RunningSum, crossing, effective, running_sum
+from vla_jax.plan import Plan
 from vla_jax.types import Array
 
 # Tokens of a chunk: a penalty and its inverse each, from which its tokens start. And chunks side
@@ -34,21 +35,6 @@ MAX_STEPS = 64
 # A token starts from the inverse at its chunk's start if at least so much of the penalty is left.
 # That inverse knows nothing of what has decayed: where more has, none is better.
 PRECONDITION_FROM = 0.5
-
-
-class Solve(NamedTuple):
-    """``bundles.Solve`` with gates, and with rhs ``[B, T, Hq, D]``."""
-
-    rhs: Array
-    direction: Array
-    lambda0: Array
-    penalty: Array
-    segment_ids: Array | None = None
-    weight: Array | None = None  # [B, T, H]
-    log_decay: Array | None = None  # [B, T, H]
-
-    operation = "penalty_solve"
-    arithmetic = ("rhs", "direction")
 
 
 class Solved(NamedTuple):
@@ -251,11 +237,16 @@ def _conjugate_gradients(
 # --- forward and backward ------------------------------------------------------------------------
 
 
-def _cut(plan: Any, inputs: Any, span: int | None) -> Blocks:
+def _span(scans: Scans) -> int | None:
+    """Chunks side by side: as many as ``SPAN``, or all where the scan is over all."""
+    return None if scans.span is None else SPAN
+
+
+def _cut(plan: Plan, inputs: Solve, span: int | None) -> Blocks:
     return Blocks.of(inputs.direction.shape[1], plan.chunk_size or CHUNK_SIZE, span)
 
 
-def _gates(plan: Any, inputs: Any) -> tuple[Array, ...]:
+def _gates(plan: Plan, inputs: Solve) -> tuple[Array, ...]:
     """Directions, the decay with the segments and, where there is one, the weight."""
     dtype = plan.policy.accumulator
     log_decay = effective(inputs.log_decay, inputs.direction, inputs.segment_ids, dtype)
@@ -264,7 +255,7 @@ def _gates(plan: Any, inputs: Any) -> tuple[Array, ...]:
 
 
 def _block(
-    plan: Any, lambda0: Array, running_sum: RunningSum, carry: Any, u: Array, log_decay: Array,
+    plan: Plan, lambda0: Array, running_sum: RunningSum, carry: Any, u: Array, log_decay: Array,
     weight: Array | None = None,
 ) -> tuple[_Matrices, Any]:  # fmt: skip
     return _Matrices.of(u, weight, log_decay, carry, lambda0, plan.policy, running_sum)
@@ -296,21 +287,21 @@ def _forward(plan, inputs, running_sum, span, reported):
     )  # fmt: skip
 
 
-def forward(
-    plan: Any, inputs: Any, *, running_sum: RunningSum = running_sum, span: int | None = SPAN
-) -> tuple[SolveOutputs, Solved]:
+def forward(plan: Plan, inputs: Solve, *, scans: Scans) -> tuple[SolveOutputs, Solved]:
     """Equation (36): the solution, wide, and the penalty after the last token."""
-    (penalty, _), (solution,), starts = _forward(plan, inputs, running_sum, span, False)
+    (penalty, _), (solution,), starts = _forward(
+        plan, inputs, scans.decayed_sum, _span(scans), False
+    )
     return SolveOutputs(solution, penalty), Solved(solution, starts)
 
 
-def report(plan: Any, inputs: Any) -> Report:
+def report(plan: Plan, inputs: Solve) -> Report:
     """How the forward's solve goes, a token and query head."""
     _, (_, residual, steps), _ = _forward(plan, inputs, running_sum, SPAN, True)
     return Report(residual[..., 0], steps[..., 0].astype(int))
 
 
-def residual(plan: Any, inputs: Any, solution: Array) -> Array:
+def residual(plan: Plan, inputs: Solve, solution: Array) -> Array:
     """``‖rhs − M solution‖ / ‖rhs‖`` a token and query head, ``[B, T, Hq]``: one product with M.
 
     In float32 it rounds at about ``ε ‖M‖ ‖solution‖ / ‖rhs‖``.
@@ -333,20 +324,19 @@ def residual(plan: Any, inputs: Any, solution: Array) -> Array:
 
 
 def backward(
-    plan: Any,
-    inputs: Any,
+    plan: Plan,
+    inputs: Solve,
     saved: Solved,
     cotangents: SolveOutputs,
     *,
-    running_sum: RunningSum = running_sum,
-    span: int | None = SPAN,
-) -> Any:
+    scans: Scans,
+) -> Solve:
     """Equations (37) to (39): a bundle of the inputs' type, wide; that of the decay direct.
 
     The cotangent of ``rhs`` is the same solve once more. That of the returned penalty counts by
     its symmetric part.
     """
-    dot = plan.policy.dot
+    dot, running_sum, span = plan.policy.dot, scans.decayed_sum, _span(scans)
     gates = _gates(plan, inputs)
 
     def step(carry, chunks, _, start):

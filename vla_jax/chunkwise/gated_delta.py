@@ -7,85 +7,16 @@ the key dimension of the memory first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 
-from vla_jax import associative, numerics
-from vla_jax.bundles import DeltaOutputs
-from vla_jax.chunks import SUPER_CHUNK, Blocks
+from vla_jax import numerics
+from vla_jax.bundles import Delta, DeltaOutputs
+from vla_jax.chunks import Blocks, Scans
 from vla_jax.decay import Decay, crossing, effective
+from vla_jax.plan import Plan
 from vla_jax.types import Array
-
-
-class Delta(NamedTuple):
-    """``bundles.Delta`` with a gate."""
-
-    query: Array
-    key: Array
-    write_key: Array
-    value: Array
-    memory: Array
-    segment_ids: Array | None = None
-    log_decay: Array | None = None  # [B, T, H]
-
-    operation = "delta_rule"
-    arithmetic = ("query", "key", "write_key", "value")
-
-
-def sweep(
-    left: Array,
-    right: Array,
-    inner: Array,
-    outer: Array | None,
-    keep: Array,
-    initial: Array,
-    policy: numerics.Policy,
-    *,
-    reverse: bool = False,
-) -> tuple[Array, Array, Array]:
-    """``S ← keep·S + outer + leftᵀ (inner − right S)`` over chunks, in sequence.
-
-    As ``chunkwise.sweep``, with a factor ``keep [N, B, H, 1, 1]`` that is a number.
-    """
-
-    def step(state, inputs):
-        left, right, inner, outer, keep = inputs
-        inner = inner - policy.dot("...td,...de->...te", right, state)
-        new = keep * state + policy.dot("...td,...te->...de", left, inner)
-        return (new if outer is None else new + outer), (state, inner)
-
-    chunks = left, right, inner, outer, keep
-    final, (starts, inner) = jax.lax.scan(step, initial, chunks, reverse=reverse)
-    return starts, inner, final
-
-
-def associative_sweep(
-    left: Array,
-    right: Array,
-    inner: Array,
-    outer: Array | None,
-    keep: Array,
-    initial: Array,
-    policy: numerics.Policy,
-    *,
-    reverse: bool = False,
-) -> tuple[Array, Array, Array]:
-    """``sweep`` in logarithmic depth over chunks, at D³ more arithmetic a chunk."""
-    dot = policy.dot
-    kept = keep * jnp.eye(left.shape[-1], dtype=policy.accumulator)
-    factor = kept - dot("...td,...te->...de", left, right)
-    term = dot("...td,...te->...de", left, inner)
-    term = term if outer is None else term + outer
-    factor, term = associative._affine_scan(factor, term, dot, reverse)
-    states = dot("...ij,...jk->...ik", factor, initial[None]) + term
-    starts, final = associative._exclusive(initial, states, reverse)
-    return starts, inner - dot("...td,...de->...te", right, starts), final
-
-
-Sweep = Callable[..., tuple[Array, Array, Array]]
 
 
 class Swept(NamedTuple):
@@ -118,25 +49,23 @@ def _ungrouped(x: Array) -> Array:
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _tokens(plan: Any, inputs: Any) -> tuple[Array, ...]:
+def _tokens(plan: Plan, inputs: Delta) -> tuple[Array, ...]:
     """What a block is cut from: query, key, write key, value and the decay with the segments."""
     tokens = inputs.query, inputs.key, inputs.write_key, inputs.value
     dtype = plan.policy.accumulator
     return *tokens, effective(inputs.log_decay, inputs.key, inputs.segment_ids, dtype)
 
 
-def forward(
-    plan: Any, inputs: Any, *, sweep: Sweep = sweep, span: int | None = SUPER_CHUNK
-) -> tuple[DeltaOutputs, Swept]:
+def forward(plan: Plan, inputs: Delta, *, scans: Scans) -> tuple[DeltaOutputs, Swept]:
     """Equations (32) and (33)."""
     policy = plan.policy
 
     def step(memory, tokens, *_):
-        out, memory, swept = _block_forward(_Chunks.of(*tokens), memory, policy, sweep)
+        out, memory, swept = _block_forward(_Chunks.of(*tokens), memory, policy, scans)
         return memory, [out], swept
 
     heads, value_dim = inputs.query.shape[2], inputs.value.shape[-1]
-    memory, (out,), swept = Blocks.of(inputs.key.shape[1], plan.chunk_size, span).scan(
+    memory, (out,), swept = Blocks.of(inputs.key.shape[1], plan.chunk_size, scans.span).scan(
         step, inputs.memory, _tokens(plan, inputs), [(heads, value_dim)], None,
         dtype=policy.accumulator,
     )  # fmt: skip
@@ -144,7 +73,7 @@ def forward(
 
 
 def _block_forward(
-    c: _Chunks, memory: Array, policy: numerics.Policy, sweep: Sweep
+    c: _Chunks, memory: Array, policy: numerics.Policy, scans: Scans
 ) -> tuple[Array, Array, Swept]:
     dot, decay = policy.dot_operand, c.decay
     triangle = policy.dot("...td,...sd->...ts", c.k, c.a) * decay.before
@@ -153,7 +82,7 @@ def _block_forward(
     t_key, t_value = (
         policy.dot("...ts,...sd->...td", inverse, x) for x in (decay.since * c.k, c.v)
     )
-    starts, residual, memory = sweep(
+    starts, residual, memory = scans.sweep(
         decay.until * c.a, t_key, t_value, None, decay.total, memory, policy
     )
     scores = dot("nbhgtd,nbhsd->nbhgts", c.q, c.a) * _per_group(decay.within)
@@ -163,24 +92,23 @@ def _block_forward(
 
 
 def backward(
-    plan: Any,
-    inputs: Any,
+    plan: Plan,
+    inputs: Delta,
     saved: Swept,
     cotangents: DeltaOutputs,
     *,
-    sweep: Sweep = sweep,
-    span: int | None = SUPER_CHUNK,
-) -> Any:
+    scans: Scans,
+) -> Delta:
     """Equations (34) and (35): a bundle of the inputs' type, wide; that of the decay direct."""
     policy = plan.policy
     tokens = _tokens(plan, inputs)
 
     def step(later, tokens, _, swept):
         *tokens, d_out = tokens
-        gradients, later = _block_backward(_Chunks.of(*tokens), swept, d_out, later, policy, sweep)
+        gradients, later = _block_backward(_Chunks.of(*tokens), swept, d_out, later, policy, scans)
         return later, gradients, None
 
-    d_memory, gradients, _ = Blocks.of(inputs.key.shape[1], plan.chunk_size, span).scan(
+    d_memory, gradients, _ = Blocks.of(inputs.key.shape[1], plan.chunk_size, scans.span).scan(
         step, cotangents.memory, (*tokens, cotangents.out), [x.shape[2:] for x in tokens], None,
         saved, dtype=policy.accumulator, reverse=True,
     )  # fmt: skip
@@ -194,7 +122,7 @@ def backward(
 
 
 def _block_backward(
-    c: _Chunks, swept: Swept, d_o: Array, d_memory: Array, policy: numerics.Policy, sweep: Sweep
+    c: _Chunks, swept: Swept, d_o: Array, d_memory: Array, policy: numerics.Policy, scans: Scans
 ) -> tuple[list[Array], Array]:
     dot, decay = policy.dot_operand, c.decay
     d_o = d_o.reshape(*c.q.shape[:-1], -1)
@@ -209,7 +137,7 @@ def _block_backward(
     read = dot("nbhgtd,nbhgte->nbhde", since * c.q, d_o)
 
     # R, the cotangent of the memory after each chunk: the sweep of the forward, transposed.
-    later, d_residual, d_initial = sweep(
+    later, d_residual, d_initial = scans.sweep(
         t_key, a_until, -pull, read, decay.total, d_memory, policy, reverse=True
     )
     d_residual = -policy.dot("...ts,...te->...se", inverse, d_residual)

@@ -1,8 +1,4 @@
-"""``implementation="reference"``: the recurrence as it is printed, a ``lax.scan`` over tokens.
-
-Everything here is differentiable by JAX in any mode and to any order, and none of it is fast. The
-equation numbers are those of ``docs/derivation.md``.
-"""
+"""The recurrence as it is printed: a one-token step and a ``lax.scan`` over it."""
 
 from __future__ import annotations
 
@@ -13,13 +9,11 @@ from vla_jax import numerics
 from vla_jax.bundles import (
     Attention,
     AttentionOutputs,
-    Bundle,
     Delta,
     DeltaOutputs,
     Solve,
     SolveOutputs,
 )
-from vla_jax.implementations import Rule
 from vla_jax.plan import Plan, Variant
 from vla_jax.types import Array, VLAState
 
@@ -63,14 +57,17 @@ def write_and_read(
     key: Array,
     unit_key: Array,
     value: Array,
+    weight: Array | float = 1,
 ) -> tuple[Array, Array, Array]:
     """Equations (3) to (5): the write along ``α = solution`` and the read-out of one token.
 
+    ``weight [B, H, 1]`` is that of the token.
+
     Returns ``(out [B, H, G, E], memory, key_sum)``.
     """
-    write_key = numerics.apply_write_gain(solution, unit_key, variant.write_gain)
+    write_key = weight * numerics.apply_write_gain(solution, unit_key, variant.write_gain)
     out, memory = delta_step(state.memory, query, unit_key, write_key, value)
-    key_sum = state.key_sum + key
+    key_sum = state.key_sum + weight * key
     if variant.readout == "ratio":
         weight = _dot("bhgd,bhd->bhg", query, key_sum)
         out = out / jnp.maximum(weight, variant.eps)[..., None]
@@ -100,7 +97,7 @@ def _time_major(x: Array, dtype) -> Array:
 def penalty_solve(plan: Plan, inputs: Solve) -> tuple[SolveOutputs, None]:
     """``α_t = (λ₀ I + M₀ + Σ_{s≤t} u_s u_sᵀ)⁻¹ r_t`` token by token, equations (1) and (2)."""
     del plan  # one arithmetic, no chunks
-    rhs, direction, lambda0, initial_penalty, segment_ids = inputs
+    rhs, direction, lambda0, initial_penalty, segment_ids, *_ = inputs
     dtype, dim = initial_penalty.dtype, rhs.shape[-1]
     fresh = _fresh_inverse(lambda0, dim)
 
@@ -127,7 +124,7 @@ def penalty_solve(plan: Plan, inputs: Solve) -> tuple[SolveOutputs, None]:
 def delta_rule(plan: Plan, inputs: Delta) -> tuple[DeltaOutputs, None]:
     """``S_t = S_{t-1} + (v_t − S_{t-1} k_t) a_tᵀ``, ``o_t = S_t q_t`` token by token."""
     del plan
-    query, key, write_key, value, initial_memory, segment_ids = inputs
+    query, key, write_key, value, initial_memory, segment_ids, _ = inputs
     dtype = initial_memory.dtype
 
     def step(memory, token):
@@ -199,10 +196,3 @@ def attention(
     (state, _, _), out = jax.lax.scan(step, (state, inverse, jnp.int32(0)), tokens)
     out = jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], inputs.value.shape[-1])
     return AttentionOutputs(out, state.memory, state.penalty, state.key_sum), None
-
-
-RULES = {Solve: Rule(penalty_solve), Delta: Rule(delta_rule), Attention: Rule(attention)}
-
-
-def unsupported(bundle: Bundle, chunk_size: int | None) -> None:
-    """None: every dtype, size and device is served; a ``chunk_size`` has no meaning here."""
