@@ -30,7 +30,7 @@ setup(
         "lint": ["ruff", "mypy"],
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
-        "triton": ["jax-triton"],
+        "triton": ["jax-triton==0.3.1"],  # 0.4.1 fails with jax 0.12
     },
     classifiers=[
         "Intended Audience :: Science/Research",

@@ -54,6 +54,7 @@ flags.DEFINE_integer("check_length", 1024, "most tokens of the comparison with t
 flags.DEFINE_integer("softmax_length", 65536, "longest sequence that softmax is timed on")
 flags.DEFINE_string("out_dir", str(ROOT / "benchmarks" / "results"), "where the results go")
 flags.DEFINE_string("name", None, "of the result files; default: device and dtype")
+flags.DEFINE_bool("only_plot", False, "time nothing and draw OUT/NAME.png from OUT/NAME.json")
 
 NAMES = ("query", "key", "value", "direction")
 # Largest accepted error relative to the largest entry, values and gradients: float32 arithmetic at
@@ -416,6 +417,14 @@ def main(argv):
     peers = FLAGS.peers
     if peers is None:
         peers = ["softmax", "fla_linear", "fla_delta", "fla_mesa"] if gpu else ["softmax"]
+    out = pathlib.Path(FLAGS.out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    found = versions()
+    stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
+    if FLAGS.only_plot:
+        kept = json.loads(stem.with_name(stem.name + ".json").read_text())["rows"]
+        plot([Row(**row) for row in kept], stem.with_name(stem.name + ".png"))
+        return
     jobs = []
     for name, case in selected():
         arrays = draw(case, dtype)
@@ -428,10 +437,6 @@ def main(argv):
         mine = {(r.implementation, slice_case(c), r.dtype) for r, c in mine if not peer(r)}
         for job in mine:  # kept; what fails is raised where the row is measured
             pool.submit(check, *job)
-    out = pathlib.Path(FLAGS.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    found = versions()
-    stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
     rows = []
     for (row, case, arrays, programs), compiled in zip(jobs, futures, strict=True):
         if programs is not None:

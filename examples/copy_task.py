@@ -24,6 +24,7 @@ from arms import FAIR, FAIR_RATES, PUBLISHED, PUBLISHED_RATES, SEEDS, model_of
 from flax import nnx
 from grid import Cell
 from model import EMBEDDING_STD, Model
+from rows import Table
 from tasks import Copy
 from training import TEST, TrainConfig, batch
 
@@ -44,13 +45,15 @@ def _fair(arm: str, tokens: int) -> Cell:
 
 
 STDS = (0.02, 1.0)
+UNTRAINED = Table(
+    columns=("seed", "embedding_std", "next_token_accuracy", "current_token_accuracy", "answers")
+)
 _UNTRAINED = ("vla", "deltanet", "published_deltanet", "softmax", "linear")
 
 
 def _untrained(out_dir: pathlib.Path) -> None:
     """Accuracy of untrained models, with the right target and with the published one."""
-    path = out_dir / "untrained.jsonl"
-    done = {(row["arm"], row["seed"], row["embedding_std"]) for row in grid.read_rows(path)}
+    done = {(row["arm"], row["seed"], row["embedding_std"]) for row in UNTRAINED.read(out_dir)}
     task = Copy(16)
     for arm, seed, std in itertools.product(_UNTRAINED, SEEDS, STDS):
         if (arm, seed, std) in done:
@@ -76,8 +79,8 @@ def _untrained(out_dir: pathlib.Path) -> None:
             "versions": grid.versions(),
             "model": dataclasses.asdict(config),
         }
-        grid.append_rows(path, [row])
-    rows = grid.read_rows(path)
+        UNTRAINED.append(out_dir, [row])
+    rows = UNTRAINED.read(out_dir)
     names = [f"{target} token, std {std:g}" for std in STDS for target in ("next", "current")]
     lines = ["| arm | " + " | ".join(names) + " |", "| --- |" + " --- |" * len(names)]
     for arm in _UNTRAINED:

@@ -17,11 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags, logging
+from absl import app, flags
 from jax.tree_util import Partial
 from lm import describe, functions
 from model import Model
-from training import load_model
+from training import check_arguments, load_model
 
 from vla_jax import generation, serialization
 
@@ -41,10 +41,7 @@ _SEED = flags.DEFINE_integer("seed", 0, "Of the draws of a new text.", lower_bou
 
 def main(argv: list[str]) -> None:
     """Generates."""
-    if len(argv) > 1:
-        sys.exit(f"generate: unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)
+    check_arguments("generate", argv)
     try:
         _generate()
     except ValueError as error:

@@ -4,9 +4,10 @@ A `Cell` is one arm in one setting with all its learning rates and seeds, which 
 in one compiled program. Each run is exactly what it would be alone: its data and parameters come
 from its own seed as in ``training.py``, and a run that has reached its target is frozen.
 
-A directory holds ``runs.jsonl`` (one line a run, appended in one write), ``partial/`` (the state of
-a cell that was stopped half way), ``table.md`` and the plots. What is in ``runs.jsonl`` is not run
-again; the same command goes on where the last one was stopped or killed.
+A directory holds ``runs.csv`` and ``cells.jsonl`` (``rows.py`` says how), ``history.csv`` (the
+validations of every run), ``partial/`` (the state of a cell that was stopped half way),
+``table.md`` and the plots. What is in ``runs.csv`` is not run again; the same command goes on where
+the last one was stopped or killed.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
-import hashlib
 import io
 import json
 import math
@@ -33,11 +33,21 @@ import numpy as np
 import optax
 from absl import app, flags
 from flax import nnx
-from grid_report import Row, report
+from grid_report import report
 from model import Model, ModelConfig, parameter_count, state_floats
+from rows import Row, Table, digest
 from tasks import Batch, Task
 from tqdm import tqdm
-from training import TEST, TRAIN, VALIDATION, TrainConfig, _interrupts, _replacing, batch
+from training import (
+    TEST,
+    TRAIN,
+    VALIDATION,
+    TrainConfig,
+    _interrupts,
+    _replacing,
+    batch,
+    check_arguments,
+)
 
 import vla_jax
 
@@ -78,20 +88,21 @@ class Cell:
                 f"got {self.train.steps}"
             )
 
-    def settings(self, rate: float, seed: int) -> dict[str, Any]:
-        """All that decides the outcome of a run, as JSON data.
+    def settings(self) -> dict[str, Any]:
+        """All that decides the outcome of a run but its own learning rate and seed, as JSON data.
 
         Its siblings are among it where there are several learning rates: a run ends when another
         rate has solved the task with all seeds.
         """
-        train = dataclasses.replace(self.train, learning_rate=rate, seed=seed)
+        train = dataclasses.asdict(self.train)
+        del train["learning_rate"], train["seed"]
         named = {"": self.task, **self.lengths}
         tasks = {n: {"name": type(t).__name__, **dataclasses.asdict(t)} for n, t in named.items()}
         data = {
             "task": tasks.pop(""),
             "lengths": tasks,
             "model": dataclasses.asdict(self.model),
-            "training": dataclasses.asdict(train),
+            "training": train,
             "learning_rates": self.learning_rates,
         }
         if len(self.learning_rates) > 1:
@@ -100,19 +111,17 @@ class Cell:
 
     def run_id(self, rate: float, seed: int) -> str:
         """Identifies a run by its settings."""
-        return _digest({"arm": self.arm, "panel": self.panel, **self.settings(rate, seed)})
+        settings = self.settings()
+        settings["training"] |= {"learning_rate": rate, "seed": seed}
+        return digest({"arm": self.arm, "panel": self.panel, **settings})
 
     @property
     def cell_id(self) -> str:
         """Identifies the cell by the settings of its runs."""
-        return _digest([self.run_id(*run) for run in self.runs()])
+        return digest([self.run_id(*run) for run in self.runs()])
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.panel, self.arm, f"{self.setting:g}")))
-
-
-def _digest(data: Any) -> str:
-    return hashlib.sha1(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -440,7 +449,7 @@ class Training:
                         "runs_together": len(cell.runs()),
                         "device": jax.devices()[0].device_kind,
                         "versions": versions(),
-                        "settings": cell.settings(rate, seed),
+                        "settings": cell.settings(),
                         "history": points,
                     }
                 )
@@ -465,30 +474,32 @@ def _finite(x: np.ndarray) -> list[Any]:
 # --- the directory ------------------------------------------------------------------------------
 
 
-def read_rows(path: pathlib.Path) -> list[Row]:
-    """The rows of a JSON-lines file; a last line that a kill cut short is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+RUNS = Table(
+    columns=("id", "learning_rate", "seed", "steps", "ended", "accuracy", "loss",
+             "validation_accuracy", "untrained_accuracy", "lengths"),
+    text=("id", "ended"),
+)  # fmt: skip
+_POINT = ("step", "accuracy", "loss", "train_loss")
+_HISTORY = Table(columns=("id", *_POINT), text=("id",), name="history", shared=False)
 
 
-def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Appends in one write; what an earlier write left without an end is cut off first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
-        old = path.read_bytes()
-        if not old.endswith(b"\n"):
-            with _replacing(path) as temporary:
-                temporary.write_bytes(old[: old.rfind(b"\n") + 1])
-    text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    try:
-        if os.write(file, text) != len(text):
-            raise OSError(f"{path} could not be written whole: is the disk full?")
-        os.fsync(file)
-    finally:
-        os.close(file)
+def read_history(out_dir: pathlib.Path) -> dict[str, list[list[Any]]]:
+    """The validations of each run, ``{id: [[step, accuracy, loss, train_loss], ...]}``."""
+    runs: dict[str, dict[int, list[Any]]] = {}
+    for point in _HISTORY.read(out_dir):  # a cell that a kill ended here is there twice
+        runs.setdefault(point["id"], {})[point["step"]] = [point[name] for name in _POINT]
+    return {run: list(points.values()) for run, points in runs.items()}
+
+
+def append_rows(out_dir: pathlib.Path, rows: Sequence[Row]) -> None:
+    """Adds runs as ``Training.rows`` makes them; a run counts once its row is there."""
+    points = [
+        {"id": row["id"], **dict(zip(_POINT, point, strict=True))}
+        for row in rows
+        for point in row["history"]
+    ]
+    _HISTORY.append(out_dir, points)
+    RUNS.append(out_dir, [{n: x for n, x in row.items() if n != "history"} for row in rows])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -524,8 +535,7 @@ def run(
     begun = time.perf_counter()
     out_dir = pathlib.Path(out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
-    path = out_dir / "runs.jsonl"
-    done = {row["id"] for row in read_rows(path)}
+    done = {row["id"] for row in RUNS.read(out_dir)}
     wanted = {cell.run_id(*r) for cell in cells for r in cell.runs()}
     missing = [left for cell in cells if (left := _left(cell, done)) is not None]
     complete = not missing
@@ -537,10 +547,10 @@ def run(
     if missing and options.time_limit != 0:
         with _interrupts() as interrupted:
             stop = lambda: interrupted() or late()  # noqa: E731
-            complete = _run(experiment, preset, missing, done, path, stop, options)
+            complete = _run(experiment, preset, missing, done, out_dir, stop, options)
             if interrupted():
                 raise KeyboardInterrupt
-    report(experiment, preset, [r for r in read_rows(path) if r["id"] in wanted], out_dir)
+    report(experiment, preset, [r for r in RUNS.read(out_dir) if r["id"] in wanted], out_dir)
     return complete
 
 
@@ -552,7 +562,7 @@ def _left(cell: Cell, done: set[str]) -> Cell | None:
     return cell if missing else None
 
 
-def _run(experiment, preset, missing, done, path, stop, options) -> bool:
+def _run(experiment, preset, missing, done, out_dir, stop, options) -> bool:
     programs: dict[int, concurrent.futures.Future[tuple[Program, float]]] = {}
 
     def prepare(cell: Cell) -> tuple[Program, float]:
@@ -569,14 +579,14 @@ def _run(experiment, preset, missing, done, path, stop, options) -> bool:
             program, compile_seconds = programs.pop(i).result()
             if stop():
                 return False
-            partial = path.parent / "partial" / f"{cell.cell_id}.npz"
+            partial = out_dir / "partial" / f"{cell.cell_id}.npz"
             training = Training(program, partial)
             try:
                 training.train(stop, options.save_every, bar)
             except OutOfTime:
                 return False
             rows = training.rows(experiment.name, preset, compile_seconds)
-            append_rows(path, [row for row in rows if row["id"] not in done])
+            append_rows(out_dir, [row for row in rows if row["id"] not in done])
             partial.unlink(missing_ok=True)
             bar.update()
             bar.write(f"{cell}: {_summary(rows)}", file=sys.stderr)
@@ -668,8 +678,7 @@ def _one_cpu_thread() -> None:
 def _main(experiment: Experiment, argv: list[str]) -> None:
     name = experiment.name
     _one_cpu_thread()
-    if len(argv) > 1:
-        sys.exit(f"{name}: unexpected argument {argv[1]!r}")
+    check_arguments(name, argv)
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
     if values.preset in experiment.direct:
@@ -690,4 +699,4 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
         sys.exit(130)
     if not complete:
         print("Not all runs are there yet; the same command goes on from here.")
-    print(pathlib.Path(out_dir) / "runs.jsonl")
+    print(RUNS.path(pathlib.Path(out_dir)))

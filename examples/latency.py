@@ -27,6 +27,7 @@ from absl import app, flags
 from flax import nnx
 from lm import PRESETS
 from model import MIXERS, Model, ModelConfig, parameter_count, with_parameter_count
+from training import check_arguments
 
 import vla_jax
 from vla_jax import serialization
@@ -97,8 +98,7 @@ def measure(
 
 def main(argv: list[str]) -> None:
     """Measures every model at every context."""
-    if len(argv) > 1:
-        sys.exit(f"latency: unexpected argument {argv[1]!r}")
+    check_arguments("latency", argv)
     for text in _CONTEXTS.value:
         if not text.isdecimal() or not int(text):
             sys.exit(f"latency: --contexts must be positive whole numbers, got {text!r}")

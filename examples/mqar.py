@@ -18,10 +18,10 @@ import os
 import sys
 
 import jax
-from absl import app, flags, logging
+from absl import app, flags
 from model import MIXERS, ModelConfig
 from tasks import LAYOUTS, MQAR
-from training import Run, SettingsError, TrainConfig, make_mesh
+from training import Run, TrainConfig, begin, check_arguments, make_mesh
 
 from vla_jax.implementations import NAMES as IMPLEMENTATIONS
 from vla_jax.layer import DIRECTIONS
@@ -112,25 +112,13 @@ def _run() -> Run:
 
 def main(argv: list[str]) -> None:
     """Trains, or resumes, or reports a finished run."""
-    if len(argv) > 1:
-        sys.exit(f"mqar: unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # orbax is talkative
+    check_arguments("mqar", argv)
     if _NUM_PROCESSES.value > 1:
         jax.distributed.initialize(
             _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value,
             heartbeat_timeout_seconds=10,
         )  # fmt: skip
-    try:
-        run = _run()
-    except SettingsError as error:
-        sys.exit(f"mqar: {error} with --overwrite")
-    except (OSError, ValueError) as error:
-        sys.exit(f"mqar: {error}")
-    if run.finished:
-        print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")
-    elif run.step:
-        print(f"Resuming {run.out_dir} after step {run.step}.", flush=True)
+    run = begin("mqar", _run)
     try:
         result = run.train(progress=_PROGRESS.value)
     except KeyboardInterrupt:

@@ -25,9 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from arms import SEEDS
-from grid_report import Row, style
+from grid_report import save_figure, style
 from matplotlib.figure import Figure
-from training import _replacing
+from rows import Row, Table
 
 import vla_jax
 from vla_jax import baselines, numerics
@@ -87,9 +87,11 @@ def _accuracy(arm: str, raw: Any, value: Any, u_map: Any) -> Any:
     return jnp.mean(jnp.argmax(near, axis=-1) == jnp.arange(raw.shape[1]))
 
 
+RECALL = Table(columns=("pairs", "seed", "accuracy", "seconds"))
+
+
 def _recall(out_dir: pathlib.Path) -> None:
-    path = out_dir / "runs.jsonl"
-    rows = grid.read_rows(path)
+    rows = RECALL.read(out_dir)
     for pairs in RECALL_PAIRS:
         for arm in RECALL_ARMS:
             for seed in SEEDS:
@@ -106,7 +108,7 @@ def _recall(out_dir: pathlib.Path) -> None:
                 row |= what | {"accuracy": accuracy}
                 row |= {"seconds": round(time.perf_counter() - start, 3)}
                 row |= {"device": jax.devices()[0].device_kind, "versions": grid.versions()}
-                grid.append_rows(path, [row])
+                RECALL.append(out_dir, [row])
                 rows.append(row)
     _report(rows, out_dir)
 
@@ -140,8 +142,7 @@ def _report(rows: list[Row], out_dir: pathlib.Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")
     figure.suptitle("One pass, no training")
-    with _replacing(out_dir / "recall.png") as temporary:
-        figure.savefig(temporary, dpi=200)
+    save_figure(figure, out_dir / "recall.png")
 
 
 ARMS = ("vla", "vla key", "identity", "deltanet", "mesa", "vla key projection")

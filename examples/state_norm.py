@@ -4,7 +4,7 @@
 
 measures at T = 1000 what the paper reports there, and decomposes it; `--preset=fair` streams up to
 10⁵ tokens of several kinds of input, an adversary's among them. Neither trains anything, and both
-run on a CPU in minutes. Each measurement is one line of ``DIR/runs.jsonl`` and is made once.
+run on a CPU in minutes. Each measurement is one line of ``DIR/runs.csv`` and is made once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import math
 import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -22,9 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from grid_report import Row, style
+from grid_report import save_figure, style
 from matplotlib.figure import Figure
-from training import _replacing
+from rows import Row, Table
+from training import check_arguments
 
 import vla_jax
 from vla_jax import baselines, diagnostics, layer, numerics, ops, primitives, reference
@@ -44,6 +44,15 @@ NORM_ARMS = (
     "VLA, learned map",
     "VLA, u from the key",
 )
+
+TABLE = Table(
+    columns=(
+        "seed", "seconds", "norm", "largest", "value_norm", "alignment",
+        "norm_against_closed_form", "radius", "product_peak", "product_end", "end",
+        "rises_in_second_half", "largest_rise_in_second_half", "variance", "layer_norm_gain",
+        "drift", "energy", "condition_number", "two_over_angle", "curve",
+    )
+)  # fmt: skip
 
 Measurement = tuple[dict[str, Any], Callable[[], dict[str, Any]]]
 
@@ -407,8 +416,7 @@ def measurements(preset: str) -> Iterator[Measurement]:
 
 def run(preset: str, out_dir: pathlib.Path) -> None:
     """Makes what is missing, then the table and the plot of all that is there."""
-    path = out_dir / "runs.jsonl"
-    rows = grid.read_rows(path)
+    rows = TABLE.read(out_dir)
     device = {"device": jax.devices()[0].device_kind, "versions": grid.versions()}
     for what, measure in measurements(preset):
         what = {"experiment": "state_norm", "preset": preset, "dim": DIM, "lambda0": LAMBDA0} | what
@@ -418,7 +426,7 @@ def run(preset: str, out_dir: pathlib.Path) -> None:
         found = measure()
         seconds = round(time.perf_counter() - start, 2)
         row = what | found | {"seconds": seconds} | device
-        grid.append_rows(path, [row])
+        TABLE.append(out_dir, [row])
         rows.append(row)
         print(" ".join(str(x) for x in list(what.values())[4:]), f"{seconds} s", flush=True)
     text = table(rows)
@@ -560,14 +568,12 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
         one.grid(alpha=0.3)
         if series:
             one.legend(fontsize="x-small")
-    with _replacing(path) as temporary:
-        figure.savefig(temporary, dpi=200)
+    save_figure(figure, path)
 
 
 def main(argv: list[str]) -> None:
     """Runs a preset."""
-    if len(argv) > 1:
-        sys.exit(f"state_norm: unexpected argument {argv[1]!r}")
+    check_arguments("state_norm", argv)
     out_dir = pathlib.Path(_OUT_DIR.value or "runs/state_norm")
     out_dir.mkdir(parents=True, exist_ok=True)
     run(_PRESET.value, out_dir)

@@ -14,9 +14,9 @@ import sys
 import time
 from typing import BinaryIO
 
-from absl import app, flags, logging
+from absl import app, flags
 from lm import Line, Reader, describe
-from training import load_model
+from training import check_arguments, load_model
 
 _RUN = flags.DEFINE_string("run", "runs/lm", "Directory of a run of train_lm.py.")
 _FILE = flags.DEFINE_string("file", None, "What to read; - for standard input.", required=True)
@@ -29,10 +29,7 @@ _SAVE_EVERY = flags.DEFINE_integer("save_every", 64, "Blocks between saves.", lo
 
 def main(argv: list[str]) -> None:
     """Reads."""
-    if len(argv) > 1:
-        sys.exit(f"stream: unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)
+    check_arguments("stream", argv)
     try:
         if _FILE.value == "-":
             _stream(sys.stdin.buffer)

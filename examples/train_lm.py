@@ -26,11 +26,11 @@ import json
 import sys
 from typing import Any
 
-from absl import app, flags, logging
+from absl import app, flags
 from lm import PRESETS, LanguageRun
 from model import MIXERS, ModelConfig, parameter_count, with_parameter_count
 from text import Text
-from training import SettingsError, TrainConfig
+from training import TrainConfig, begin, check_arguments
 
 from vla_jax.implementations import NAMES as IMPLEMENTATIONS
 from vla_jax.layer import DIRECTIONS
@@ -191,20 +191,8 @@ def _run() -> LanguageRun:
 
 def main(argv: list[str]) -> None:
     """Trains, or resumes, or reports a finished run."""
-    if len(argv) > 1:
-        sys.exit(f"train_lm: unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # orbax is talkative
-    try:
-        run = _run()
-    except SettingsError as error:
-        sys.exit(f"train_lm: {error} with --overwrite")
-    except ValueError as error:
-        sys.exit(f"train_lm: {error}")
-    if run.finished:
-        print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")
-    elif run.step:
-        print(f"Resuming {run.out_dir} after step {run.step}.", flush=True)
+    check_arguments("train_lm", argv)
+    run = begin("train_lm", _run)
     try:
         result = run.train(progress=_PROGRESS.value)
     except KeyboardInterrupt:

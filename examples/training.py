@@ -16,10 +16,11 @@ import pathlib
 import platform
 import shutil
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import flax
 import jax
@@ -27,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from absl import flags, logging
 from flax import nnx
 from model import Model, ModelConfig
 from tasks import Batch, Task
@@ -113,6 +115,9 @@ class TrainConfig:
                 weight_decay=self.weight_decay,
             ),
         )
+
+
+RunT = TypeVar("RunT", bound="Run")
 
 
 class TrainState(NamedTuple):
@@ -488,6 +493,29 @@ class Run:
                 _plot(self.history, result, self.out_dir / "curve.png")
             _write_json(self.result_path, result)
         return result
+
+
+def check_arguments(name: str, argv: Sequence[str]) -> None:
+    """Ends a command that was given more than flags; without --verbosity it is to be quiet."""
+    if len(argv) > 1:
+        sys.exit(f"{name}: unexpected argument {argv[1]!r}")
+    if not flags.FLAGS["verbosity"].present:
+        logging.set_verbosity(logging.WARNING)  # orbax is talkative
+
+
+def begin(name: str, make: Callable[[], RunT]) -> RunT:
+    """The run of a command, with a line on where it stands; ends if its flags do not fit."""
+    try:
+        run = make()
+    except SettingsError as error:
+        sys.exit(f"{name}: {error} with --overwrite")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{name}: {error}")
+    if run.finished:
+        print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")
+    elif run.step:
+        print(f"Resuming {run.out_dir} after step {run.step}.", flush=True)
+    return run
 
 
 def load_model(run_dir: str | os.PathLike[str]) -> tuple[Model, ModelConfig]:

@@ -1,6 +1,10 @@
 """What several test files need: calling the library like the oracle, and comparing."""
 
 import functools
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +13,7 @@ import oracle
 
 import vla_jax
 
+ROOT = pathlib.Path(__file__).parent.parent
 STATE = ("memory", "penalty", "key_sum")
 INPUTS = ("query", "key", "value", "direction", "lambda0", *STATE)
 
@@ -119,3 +124,16 @@ def assert_matches(primals, gradients, expected, tolerance, gradient_tolerance=N
             f"gradient of {name}",
             floor,
         )
+
+
+def example(name, *arguments):
+    """A command of the examples, run to its end in a process of its own on the CPU."""
+    return subprocess.run(
+        [sys.executable, f"examples/{name}.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        check=False,
+    )

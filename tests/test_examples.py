@@ -2,16 +2,15 @@
 
 import dataclasses
 import json
-import os
 import pathlib
 import signal
-import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
 from flax import nnx
+from support import example
 
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -330,17 +329,6 @@ def test_held_out_data_are_not_training_data():
 # --- command -----------------------------------------------------------------------------------
 
 
-def mqar(*arguments):
-    return subprocess.run(
-        [sys.executable, "examples/mqar.py", "--noprogress", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -354,7 +342,7 @@ def mqar(*arguments):
     ],
 )
 def test_command_names_a_bad_flag(arguments, message, tmp_path):
-    done = mqar(f"--out_dir={tmp_path}", *arguments)
+    done = example("mqar", f"--out_dir={tmp_path}", *arguments)
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -364,7 +352,7 @@ def test_command_names_a_bad_flag(arguments, message, tmp_path):
 def test_command(tmp_path):
     sizes = ["--num_pairs=2", "--d_model=16", "--num_heads=2", "--num_layers=1", "--ffn_dim=16"]
     flags = [f"--out_dir={tmp_path}", "--model=softmax", "--steps=3", "--batch_size=4", *sizes]
-    done = mqar(*flags)
+    done = example("mqar", "--noprogress", *flags)
     assert done.returncode == 0, done.stderr
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 3
-    assert "finished run" in mqar(*flags).stdout
+    assert "finished run" in example("mqar", *flags).stdout

@@ -1,17 +1,17 @@
 """The grids: a run among many is what it would be alone; grids resume, skip and report."""
 
 import dataclasses
+import functools
 import json
-import os
 import pathlib
-import subprocess
+import shutil
 import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support import assert_close
+from support import assert_close, example
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent.parent / "examples"))
 
@@ -24,9 +24,10 @@ import long_context
 import overload
 import training
 from model import ModelConfig, parameter_count
+from rows import Table, digest
 from tasks import MQAR
 
-ROOT = pathlib.Path(__file__).parent.parent
+RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
 EXPERIMENTS = (capacity, long_context, copy_task, overload)
 TASK = MQAR(num_pairs=2, vocab_size=16)
 SIZES = {"vocab_size": 16, "d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
@@ -66,12 +67,14 @@ def whole(program, tmp_path_factory):
         patch.setattr(grid, "Program", lambda cell: program)
         patch.setattr(program, "compile", lambda: 1.0)
         assert go(out_dir, cell())
-    return out_dir, grid.read_rows(out_dir / "runs.jsonl")
+    return out_dir, grid.RUNS.read(out_dir)
 
 
 def test_each_run_is_what_it_would_be_alone(whole, tmp_path):
-    _, rows = whole
+    out_dir, rows = whole
+    history = grid.read_history(out_dir)
     assert [(r["learning_rate"], r["seed"]) for r in rows] == cell().runs()
+    assert list(history) == [r["id"] for r in rows]
     for row in rows[3:]:
         config = dataclasses.replace(TRAIN, learning_rate=row["learning_rate"], seed=row["seed"])
         run = training.Run(TASK, cell().model, config, tmp_path / row["id"])
@@ -79,7 +82,7 @@ def test_each_run_is_what_it_would_be_alone(whole, tmp_path):
         run.close()
         assert_close(row["loss"], alone["eval_loss"], 1e-4)
         assert abs(row["accuracy"] - alone["eval_accuracy"]) < 0.02
-        for found, point in zip(row["history"], alone["history"], strict=True):
+        for found, point in zip(history[row["id"]], alone["history"], strict=True):
             assert found[0] == point["step"]
             assert_close(found[2], point["eval_loss"], 1e-4)
             assert_close(found[3], point["loss"], 1e-4)
@@ -88,8 +91,11 @@ def test_each_run_is_what_it_would_be_alone(whole, tmp_path):
 def test_a_row_says_how_it_came_to_be(whole):
     _, rows = whole
     row = rows[0]
-    assert row["settings"] == cell().settings(1e-3, 0)
-    assert row["settings"]["training"]["learning_rate"] == 1e-3
+    assert row["settings"] == cell().settings()
+    assert (row["id"], row["learning_rate"], row["seed"]) == (cell().run_id(1e-3, 0), 1e-3, 0)
+    settings = cell().settings()
+    settings["training"] |= {"learning_rate": 1e-3, "seed": 0}
+    assert row["id"] == digest({"arm": "softmax", "panel": "", **settings})
     assert row["ended"] == "steps"
     assert row["steps"] == 8
     assert row["runs_together"] == 4
@@ -101,7 +107,7 @@ def test_a_row_says_how_it_came_to_be(whole):
 
 
 def strip(rows):
-    times = ("train_seconds", "compile_seconds", "test_seconds")
+    times = ("train_seconds", "compile_seconds", "test_seconds", "history")
     return [{n: x for n, x in row.items() if n not in times} for row in rows]
 
 
@@ -121,7 +127,7 @@ def test_what_is_there_is_not_run_again(whole, monkeypatch, capsys):
     monkeypatch.setattr(grid, "Program", None)  # a call would raise
     (out_dir / "partial").mkdir(exist_ok=True)
     assert go(out_dir, cell())
-    assert grid.read_rows(out_dir / "runs.jsonl") == rows
+    assert grid.RUNS.read(out_dir) == rows
     assert "| softmax |" in capsys.readouterr().out
     assert (out_dir / "table.md").exists()
     assert (out_dir / "tiny-published.png").stat().st_size > 1000
@@ -137,14 +143,57 @@ def test_only_the_missing_seeds_of_a_single_rate_are_run():
     assert grid._left(swept, {swept.run_id(*r) for r in swept.runs()}) is None
 
 
-def test_a_line_that_a_kill_cut_short_is_no_row(tmp_path):
-    path = tmp_path / "runs.jsonl"
-    grid.append_rows(path, [{"id": "a"}])
-    with path.open("a") as file:
-        file.write('{"id": "b", "accu')
-    assert grid.read_rows(path) == [{"id": "a"}]
-    grid.append_rows(path, [{"id": "c"}, {"id": "d"}])
-    assert [row["id"] for row in grid.read_rows(path)] == ["a", "c", "d"]
+ROWS = [
+    {"id": "1e3", "accuracy": 0.1, "ended": "another rate", "settings": {"d": 2, "e": None}},
+    {"id": "2", "accuracy": None, "curve": [[1, 2.5]], "settings": {"d": 2, "e": None}},
+    {"id": 'λ, "3"', "accuracy": 1.0, "settings": {"d": 4}},
+]
+TABLE = Table(columns=("id", "ended", "accuracy", "curve"), text=("id", "ended"))
+
+
+def test_rows_are_read_as_they_were_written_and_settings_stored_once(tmp_path):
+    assert TABLE.read(tmp_path) == []
+    TABLE.append(tmp_path, ROWS[:1])
+    TABLE.append(tmp_path, ROWS[1:])
+    assert TABLE.read(tmp_path) == ROWS
+    lines = (tmp_path / "runs.csv").read_text("utf-8").splitlines()
+    assert lines[0] == "cell,id,ended,accuracy,curve"
+    assert len(lines) == 4
+    cells = (tmp_path / "cells.jsonl").read_text("utf-8").splitlines()
+    assert [json.loads(line)["settings"] for line in cells] == [{"d": 2, "e": None}, {"d": 4}]
+    with pytest.raises(ValueError, match=r"must have the columns cell, id; found cell, id, ended"):
+        Table(columns=("id",)).read(tmp_path)
+    (tmp_path / "cells.jsonl").write_text(cells[0] + "\n", "utf-8")
+    with pytest.raises(ValueError, match="names the cell"):
+        TABLE.read(tmp_path)
+
+
+@pytest.mark.parametrize("kept", ["none", "header", "row"])
+@pytest.mark.parametrize("cut", ["runs.csv", "cells.jsonl"])
+def test_a_line_that_a_kill_cut_short_is_no_row(cut, kept, tmp_path):
+    first = {"none": [], "header": [], "row": ROWS[:1]}[kept]
+    if kept != "none":
+        TABLE.append(tmp_path, first)
+    with (tmp_path / cut).open("a") as file:
+        file.write('{"cell": "b", "accu' if cut == "cells.jsonl" else 'b,"acc')
+    assert TABLE.read(tmp_path) == first
+    TABLE.append(tmp_path, ROWS[1:])
+    assert TABLE.read(tmp_path) == [*first, *ROWS[1:]]
+
+
+def test_a_cell_that_was_killed_before_its_rows_is_run_again(whole, tmp_path):
+    """What comes before the rows in time, history and settings, does no harm twice."""
+    out_dir, rows = whole
+    history = grid.read_history(out_dir)
+    full = [row | {"history": history[row["id"]]} for row in rows]
+    grid.append_rows(tmp_path, full)
+    path = grid.RUNS.path(tmp_path)
+    path.write_text(path.read_text("utf-8").splitlines(keepends=True)[0], "utf-8")
+    assert grid.RUNS.read(tmp_path) == []
+    grid.append_rows(tmp_path, full)
+    assert grid.RUNS.read(tmp_path) == rows
+    assert grid.read_history(tmp_path) == history
+    assert len((tmp_path / "cells.jsonl").read_text("utf-8").splitlines()) == 1
 
 
 def test_runs_end_when_they_should(program, monkeypatch):
@@ -221,7 +270,6 @@ def test_plots_show_every_length_and_state(tmp_path, monkeypatch):
 
 
 def test_reports_write_what_the_rows_allow(tmp_path):
-    results = ROOT / "benchmarks" / "results"
     for preset, names in (
         ("zoology", {"capacity-zoology.png", "capacity-zoology-lengths.png",
                      "capacity-zoology-states.png"}),
@@ -229,9 +277,47 @@ def test_reports_write_what_the_rows_allow(tmp_path):
     ):  # fmt: skip
         out = tmp_path / preset
         out.mkdir()
-        rows = grid.read_rows(results / f"capacity-{preset}.jsonl")
+        rows = grid.RUNS.read(RESULTS / f"capacity-{preset}")
         assert grid_report.report(capacity.EXPERIMENT, preset, rows, out)
         assert {p.name for p in out.iterdir()} == names | {"table.md"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["capacity-ablation", "capacity-fair", "capacity-published", "capacity-zoology",
+     "copy_task-fair", "copy_task-published", "long_context-fair", "long_context-published",
+     "overload-published"],
+)  # fmt: skip
+def test_kept_tables_are_those_of_the_kept_rows(name):
+    module, preset = name.rsplit("-", 1)
+    (experiment_,) = (m.EXPERIMENT for m in EXPERIMENTS if m.EXPERIMENT.name == module)
+    rows = grid.RUNS.read(RESULTS / name)
+    wanted = {c.run_id(*run) for c in experiment_.presets[preset]() for run in c.runs()}
+    assert {row["id"] for row in rows} <= wanted  # so that the command finds them
+    text = grid_report.table(experiment_, preset, grid_report.outcomes(rows))
+    assert text == (RESULTS / name / "table.md").read_text("utf-8")
+
+
+def test_kept_measurements_are_not_made_again(state_norm, monkeypatch, tmp_path):
+    for table, name, call, made in (
+        (overload.RECALL, "overload-recall", overload._recall, (overload, "_accuracy")),
+        (copy_task.UNTRAINED, "copy_task-untrained", copy_task._untrained, (copy_task, "Model")),
+        (state_norm.TABLE, "state_norm", functools.partial(state_norm.run, "published"),
+         (state_norm, "inputs")),
+    ):  # fmt: skip
+        monkeypatch.setattr(*made, None)  # a call would raise
+        out_dir = shutil.copytree(RESULTS / name, tmp_path / name)
+        (out_dir / "table.md").unlink()
+        call(out_dir)
+        assert table.read(out_dir) == table.read(RESULTS / name)
+        assert (out_dir / "table.md").read_bytes() == (RESULTS / name / "table.md").read_bytes()
+
+
+def test_kept_results_are_small():
+    sizes = {path: path.stat().st_size for path in RESULTS.rglob("*") if path.is_file()}
+    assert sizes
+    assert max(sizes.values()) < 100_000, max(sizes, key=sizes.get)
+    assert sum(sizes.values()) < 1_000_000
 
 
 @pytest.mark.parametrize("module", EXPERIMENTS, ids=lambda m: m.EXPERIMENT.name)
@@ -278,17 +364,6 @@ def test_distinct_ids_of_a_large_vocabulary():
 # --- commands -----------------------------------------------------------------------------------
 
 
-def command(name, *arguments):
-    return subprocess.run(
-        [sys.executable, f"examples/{name}.py", *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-    )
-
-
 @pytest.mark.parametrize(
     ("flag", "message"),
     [
@@ -301,14 +376,14 @@ def command(name, *arguments):
     ],
 )
 def test_a_command_names_a_bad_flag(flag, message, tmp_path):
-    done = command("capacity", f"--out_dir={tmp_path}", flag)
+    done = example("capacity", f"--out_dir={tmp_path}", flag)
     assert done.returncode != 0
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_a_command_without_time_only_reports(tmp_path):
-    done = command("long_context", f"--out_dir={tmp_path}", "--preset=smoke", "--time_limit=0")
+    done = example("long_context", f"--out_dir={tmp_path}", "--preset=smoke", "--time_limit=0")
     assert done.returncode == 0, done.stderr
     assert "Not all runs are there yet" in done.stdout
 
@@ -379,7 +454,7 @@ def test_the_published_copy_target_is_the_input(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(copy_task, "_UNTRAINED", ("softmax",))
     monkeypatch.setattr(copy_task, "SEEDS", (0,))
     copy_task._untrained(tmp_path)
-    small, large = grid.read_rows(tmp_path / "untrained.jsonl")
+    small, large = copy_task.UNTRAINED.read(tmp_path)
     assert small["next_token_accuracy"] < 0.03
     assert large["next_token_accuracy"] < 0.03
     assert large["current_token_accuracy"] > 0.9  # "solved" without any training
