@@ -28,11 +28,10 @@ from vla_jax import checks, implementations, numerics, ops, primitives, sharding
 from vla_jax import plan as planning
 from vla_jax.convolution import convolve
 from vla_jax.types import (
-    READOUTS,
-    WRITE_GAINS,
     Array,
     DTypeLike,
     Implementation,
+    Inverse,
     PrecisionLike,
     Readout,
     VLAState,
@@ -92,11 +91,15 @@ class LayerConfig:
       head_dim: D; None for ``in_features / num_heads``.
       value_dim: E; None for ``head_dim``.
       out_features: size of the last axis of the output; None for ``in_features``.
-      lambda0: the initial penalty, a positive number or one for each key/value head.
+      lambda0: the initial penalty, a positive number or one for each key/value head; None for 0.1,
+        with ``inverse="read"`` 1.
       learn_lambda0: whether ``lambda0`` is a parameter (its logarithm, one for each key/value head,
         so it stays positive), which then starts from ``lambda0``.
       direction: ``"learned"``, a map of the raw key, or ``"key"``, the unit key itself.
-      write_gain, readout: as in ``vla_jax.vla_attention``.
+      write_gain, readout, inverse: as in ``vla_jax.vla_attention``.
+      beta: whether each token has a learned weight ``β = sigmoid(W x + b)``, one a key/value head.
+      decay: whether the state decays, ``log γ = −exp(r) softplus(W x + b)``, one a key/value head;
+        ``r`` starts so that heads forget over 10 to 1000 tokens, evenly spread in the logarithm.
       feature_map: of queries and keys, ``[B, T, heads, D]`` to the same: a function that has no
         parameters and treats each token alone (of a masked one it sees ones). The published one,
         ``vla_jax.feature_map``, is positive, as the ratio needs: it divides by ``z·q``, which
@@ -131,11 +134,14 @@ class LayerConfig:
     head_dim: int | None = None
     value_dim: int | None = None
     out_features: int | None = None
-    lambda0: float | tuple[float, ...] = 0.1
+    lambda0: float | tuple[float, ...] | None = None
     learn_lambda0: bool = False
     direction: Literal["learned", "key"] = "learned"
-    write_gain: WriteGain = "unit"
-    readout: Readout = "ratio"
+    write_gain: WriteGain | None = None
+    readout: Readout | None = None
+    inverse: Inverse = "write"
+    beta: bool = False
+    decay: bool = False
     feature_map: FeatureMap = numerics.feature_map
     short_conv: int | None = None
     output_norm: Literal["layer", "rms_per_head"] | None = "layer"
@@ -171,11 +177,20 @@ class LayerConfig:
         if self.short_conv is not None:
             validation.size("short_conv", self.short_conv)
         validation.choice("direction", self.direction, DIRECTIONS)
-        validation.choice("write_gain", self.write_gain, WRITE_GAINS)
-        validation.choice("readout", self.readout, READOUTS)
+        variant = planning.variant(self.write_gain, self.readout, 1e-6, self.inverse, jnp.float32)
+        self._default("write_gain", variant.write_gain)
+        self._default("readout", variant.readout)
+        self._default("lambda0", planning.LAMBDA0[self.inverse])
         validation.choice("output_norm", self.output_norm, OUTPUT_NORMS)
         validation.floor("norm_eps", self.norm_eps, jnp.float32)
-        for name in ("learn_lambda0", "use_bias", "check_invariants", "logical_axes"):
+        for name in (
+            "beta",
+            "decay",
+            "learn_lambda0",
+            "use_bias",
+            "check_invariants",
+            "logical_axes",
+        ):
             if not isinstance(getattr(self, name), bool | np.bool_):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         for name in ("feature_map", "kernel_init", "bias_init"):
@@ -196,7 +211,7 @@ class LayerConfig:
         # Frozen; and the copy of a jitted function, such as jax.nn.silu, is unequal to it.
         return self
 
-    def _default(self, name: str, value: int) -> None:
+    def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
@@ -279,6 +294,8 @@ def parameters(config: LayerConfig) -> dict[str, dict[str, Parameter]]:
     norm       scale ``[Hq, E]``, bias ``[Hq, E]``                       output_norm (bias: "layer")
     o_proj     kernel ``[Hq, E, out]``, bias ``[out]``                   always
     penalty    log_lambda0 ``[H]``                                      learn_lambda0
+    beta_proj  kernel ``[in, H]``, bias ``[H]``                          beta
+    decay_proj kernel ``[in, H]``, bias ``[H]``, log_rate ``[H]``         decay
     ========== ======================================================== ==========================
     """
     c = config
@@ -320,6 +337,17 @@ def parameters(config: LayerConfig) -> dict[str, dict[str, Parameter]]:
         if c.output_norm == "layer" and c.use_bias:
             groups["norm"]["bias"] = vector(c.bias_init, out)
     groups["o_proj"] = dense(out, target)
+    per_head = ((c.num_kv_heads,), ("kv_heads",))
+    for name in ("beta", "decay"):
+        if getattr(c, name):
+            groups[f"{name}_proj"] = {
+                "kernel": kernel(source, per_head),
+                "bias": vector(c.bias_init, per_head),
+            }
+    if c.decay:
+        groups["decay_proj"]["log_rate"] = Parameter(
+            *per_head, lambda _, dtype: jnp.asarray(_initial_log_rates(c.num_kv_heads), dtype)
+        )
     if c.learn_lambda0:
         log = np.log(np.broadcast_to(np.asarray(c.lambda0, np.float64), (c.num_kv_heads,)))
         groups["penalty"] = {
@@ -332,6 +360,12 @@ def parameters(config: LayerConfig) -> dict[str, dict[str, Parameter]]:
 
 _QKV = ("q_proj", "k_proj", "v_proj")
 _CONVS = ("q_conv", "k_conv", "v_conv")
+
+
+def _initial_log_rates(num_heads: int) -> np.ndarray:
+    """``r`` with ``exp(r) softplus(0) = 1 / τ``, ``τ`` from 10 to 1000 tokens over the heads."""
+    exponents = 1 + 2 * (np.arange(num_heads) + 0.5) / num_heads
+    return -np.log(10**exponents * math.log(2))
 
 
 def init_parameters(config: LayerConfig, rng: Array) -> dict[str, dict[str, Array]]:
@@ -417,6 +451,19 @@ def attention_inputs(
         direction = numerics.penalty_direction(wide).astype(key.dtype)
     query, key = (_features(config, x, mask) for x in (query, key))
     return query, key, value, direction, cache
+
+
+def gates(config: LayerConfig, params: Parameters, x: Array) -> dict[str, Array]:
+    """``beta`` and ``log_decay``, ``[B, T, H]`` and wide, as far as the layer has them."""
+    wide = numerics.accumulator_dtype(x.dtype)
+    found = {}
+    if config.beta:
+        found["beta"] = jax.nn.sigmoid(_dense(config, params["beta_proj"], x, 1).astype(wide))
+    if config.decay:
+        group = params["decay_proj"]
+        softplus = jax.nn.softplus(_dense(config, group, x, 1).astype(wide))
+        found["log_decay"] = -jnp.exp(group["log_rate"].astype(wide)) * softplus
+    return found
 
 
 def _features(config: LayerConfig, x: Array, mask: Array | None) -> Array:
@@ -570,6 +617,8 @@ def apply(
         key,
         value,
         direction,
+        **gates(config, params, x),
+        inverse=config.inverse,
         lambda0=lambda0,
         initial_state=state.vla,
         segment_ids=segment_ids,
@@ -608,12 +657,16 @@ def step(
     lambda0 = lambda0_of(config, params, x.dtype)
     if config.check_invariants:
         _check_invariants(config, key, direction, lambda0, state.vla.penalty, None, None)
+    now = {name: gate[:, 0] for name, gate in gates(config, params, x).items()}
     out, vla = ops.vla_step(
         query[:, 0],
         key[:, 0],
         value[:, 0],
         None if direction is None else direction[:, 0],
         state.vla,
+        beta=now.get("beta"),
+        log_decay=now.get("log_decay"),
+        inverse=config.inverse,
         lambda0=lambda0,
         write_gain=config.write_gain,
         readout=config.readout,

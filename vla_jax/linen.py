@@ -15,6 +15,7 @@ from vla_jax.types import (
     Array,
     DTypeLike,
     Implementation,
+    Inverse,
     PrecisionLike,
     Readout,
     WriteGain,
@@ -47,11 +48,14 @@ class VariationalLinearAttention(linen.Module):
     head_dim: int | None = None
     value_dim: int | None = None
     out_features: int | None = None
-    lambda0: Any = 0.1
+    lambda0: Any = None
     learn_lambda0: bool = False
     direction: Literal["learned", "key"] = "learned"
-    write_gain: WriteGain = "unit"
-    readout: Readout = "ratio"
+    write_gain: WriteGain | None = None
+    readout: Readout | None = None
+    inverse: Inverse = "write"
+    beta: bool = False
+    decay: bool = False
     feature_map: FeatureMap = numerics.feature_map
     short_conv: int | None = None
     output_norm: Literal["layer", "rms_per_head"] | None = "layer"

@@ -155,7 +155,7 @@ def penalty_solve(
         products and computes in its dtype always.
 
     Returns:
-      ``(solution, penalty)``: ``[B, T, Hq, D]`` in the dtype of ``rhs``, and that of the last segment
+      ``(solution, penalty)``: ``[B, T, Hq, D]`` in the dtype of ``rhs``; that of the last segment,
       without the ``lambda0`` term, ``[B, H, D, D]``, float32 (float64 with float64 inputs).
 
     Raises:
