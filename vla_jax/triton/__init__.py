@@ -167,7 +167,10 @@ def _like(x: Array, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 def forward(
     plan: Plan, inputs: Attention, params: Parameters | None = None
 ) -> tuple[AttentionOutputs, Residuals]:
-    """The outputs, and what ``backward`` needs. ``lambda0 [B, H]``; ``params`` None: the table's."""
+    """The outputs, and what ``backward`` needs.
+
+    ``lambda0`` is ``[B, H]``; ``params=None`` means those of the table.
+    """
     call, arrays = _call(plan, inputs, params)
     query, key, value = inputs.query, inputs.key, inputs.value
     wide = jnp.float32

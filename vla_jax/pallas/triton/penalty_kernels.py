@@ -1,6 +1,17 @@
 """Kernels of ``penalty_solve``; ``penalty_solve.py`` beside this launches them and says what for.
 
-HEAD
+A program is one super-chunk, or chunk, of one head (grid axis 0 is ``B·H``), and no two programs
+write one place: no atomics, equal bits in every run.
+
+Registers below are what a thread holds of the float32 tiles that live through a kernel's loop:
+their sizes over the threads, 32 a warp, at D = 128 of the table; the compiler adds its own. Shared
+memory is the compiler's too: the operands of a product pass through it, in a pipelined loop once a
+stage; bytes below are those of the operands. No kernel allocates any itself.
+
+Hazards. Threads that pass tiles on through device memory (``invert``, ``factor``) need
+``backend.barrier`` between write and read, and again before the next write; the interpreter, which
+runs a program in sequence, cannot show one that is missing. Sides of a product are powers of two,
+at least 16. Run on an H200 with jax 0.11.2.
 """
 
 from __future__ import annotations
@@ -34,6 +45,7 @@ class Shape(NamedTuple):
 
     @property
     def streams(self) -> int:
+        """Heads of the whole batch."""
         return self.batch * self.heads
 
     def locate(self):
@@ -119,6 +131,9 @@ def _unit(x: Array) -> Array:
 def gram(*refs, shape, terms, directions, reverse, segments, mode, width):
     """``Σ xᵀ y`` of the super-chunk; columns of one block of ``width``.
 
+    Grid: (heads, super-chunks, D / width). Registers: the sum ``[D, width]``, 64 numbers a thread.
+    Shared memory: 64 tokens of ``x`` and of ``width`` columns of ``y``, 24 KiB a stage in bfloat16.
+
     ``x`` and ``y`` are given as sums of ``terms`` arrays each, or are one and the same. Sums over
     the tokens of the segment at the super-chunk's end or, with ``reverse``, at its start.
     """
@@ -157,6 +172,10 @@ _AHEAD = 4  # super-chunks loaded before the first of them is used
 
 def prefix(*refs, shape, rows, reverse, segments):
     """``x ← keep·x + term`` over super-chunks: ``x`` before each (with λ₀ I), and the last one.
+
+    Grid: (heads, D / rows). Registers: ``rows`` rows of ``x`` and of the terms of four
+    super-chunks, 40 numbers a thread. No products; the transposes of ``reverse`` go through shared
+    memory.
 
     With ``reverse``, from the end, and the terms are those of ``gram`` plus their transposes.
     """
@@ -205,6 +224,9 @@ def invert(lam_ref, _, out_ref, z_ref, *, shape, rows):
     and subtracts ``M[:, P] D⁻¹ M[P, :]`` elsewhere. All three are one product of ``L⁻¹ R``,
     ``L Lᵀ = D``, with itself, where ``R`` is ``M[P, :]`` with ``−I`` in place of ``D``, subtracted
     from ``M`` with zeros in the rows and columns of ``P``. The last step leaves ``−M⁻¹``.
+
+    Grid: (heads, super-chunks). Registers: ``M`` where all its rows are taken at once, 128 numbers
+    a thread; else ``rows`` of them at a time. Shared memory: ``z [16, D]``, 8 KiB, once a side.
     """
     at = pl.program_id(0), pl.program_id(1)
     dim = shape.dim
@@ -257,6 +279,9 @@ def factor(*refs, shape, has_direction, segments, resident, width, mode):
     16 tokens at a time: ``W = L⁻¹ U A`` with ``L Lᵀ = I + U A Uᵀ``. ``A`` where each chunk starts
     is written too. Up to the table's size ``A`` is in registers, in parts of ``width`` rows; a
     larger one is stepped in memory, where the super-chunk's first one was.
+
+    Grid: (heads, super-chunks). Registers: ``A [D, D]``, 128 numbers a thread (one warp at D = 64,
+    four at D = 128). Shared memory: ``u``, ``W [16, D]``, 8 KiB each, and ``width`` rows of ``A``.
     """
     refs = list(refs)
     lam_ref = refs.pop(0)
@@ -371,6 +396,9 @@ def apply(*refs, shape, config):
     gain and the write key before rounding. Backward: the right-hand side is the cotangent of the
     solution, formed here from that of the write key; written are ``b = β / gain`` and, with a
     direction, the cotangent of the key.
+
+    Grid: (heads, chunks). Registers: ``x`` and the right-hand side ``[chunk, D]``, 64 numbers a
+    thread each forward. Shared memory: ``A [D, width]``, 64 KiB, and ``W [chunk, D]``, 32 KiB.
     """
     backward, gain_kind, chunk = config.backward, config.write_gain, shape.chunk
     refs = list(refs)
@@ -482,7 +510,12 @@ def apply(*refs, shape, config):
 
 
 def du(*refs, shape, tokens, terms, segments, directions, mode, width):
-    """``du_t = −Σ_{s≥t} [b_s (a_s·u_t) + a_s (b_s·u_t)]``, columns of one block of ``width``."""
+    """``du_t = −Σ_{s≥t} [b_s (a_s·u_t) + a_s (b_s·u_t)]``, columns of one block of ``width``.
+
+    From the super-chunk's end, ``tokens`` at a time. Grid: (heads, super-chunks, D / width).
+    Registers: the sum of what comes later, ``[D, width]``, 64 numbers a thread. Shared memory:
+    ``tokens`` of ``u``, and of every term of ``a`` and ``b``: 40 KiB a stage in bfloat16.
+    """
     u_ref, *refs = refs
     a_refs, b_refs, (state_ref, *refs) = refs[:terms], refs[terms : 2 * terms], refs[2 * terms :]
     seg_ref = refs.pop(0) if segments else None
