@@ -21,10 +21,7 @@ FAMILIES = {"triton": "vla_jax.pallas.triton"}  # the first that serves is taken
 def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
     """Why no kernels can serve these arrays here, with every family's reason; None if some can."""
     if chunk_size is not None:
-        return (
-            "chunk_size must be None with implementation='pallas', whose tiles come from tables of "
-            f"parameters; got {chunk_size}"
-        )
+        return f"chunk_size must be None: tiles come from tables of parameters; got {chunk_size}"
     return _choose(bundle)[1]
 
 
@@ -61,5 +58,5 @@ def _backward(plan, inputs, saved, cotangents):
     return _rule(inputs).backward(plan, inputs, saved, cotangents)
 
 
-RULES = {kind: Rule(_forward, _backward) for kind in (Solve, Delta, Attention)}
+RULES: dict[type, Rule] = {kind: Rule(_forward, _backward) for kind in (Solve, Delta, Attention)}
 RULES[Step] = Rule(_forward)

@@ -139,7 +139,7 @@ def fold_batch(function: Callable) -> Callable:
     folded = jax.custom_batching.custom_vmap(function)
 
     @folded.def_vmap
-    def rule(axis_size, in_batched, *args):
+    def mapped(axis_size, in_batched, *args):
         def fold(x: Array, batched: bool) -> Array:
             if not batched:
                 x = jnp.broadcast_to(x, (axis_size, *x.shape))

@@ -75,23 +75,20 @@ def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
     """Why the kernels cannot serve these arrays here, or None."""
     if not isinstance(bundle, Attention):
         return (
-            "implementation='triton' is one kernel for the whole of vla_attention; for "
+            "it is one kernel for the whole of vla_attention; for "
             f"{bundle.operation} alone use 'pallas' or 'xla'"
         )
     try:
         _modules()
     except ImportError as error:
         return (
-            "implementation='triton' needs jax-triton and triton, and a JAX with GPU support "
+            "it needs jax-triton and triton, and a JAX with GPU support "
             f"(pip install vla-jax[triton]): {error}"
         )
     if common.interpret():
-        return "implementation='triton' has no interpret mode; 'pallas' has one"
+        return "it has no interpret mode; 'pallas' has one"
     if chunk_size is not None:
-        return (
-            "chunk_size must be None with implementation='triton', which goes token by token; "
-            f"got {chunk_size}"
-        )
+        return f"chunk_size must be None: it goes token by token; got {chunk_size}"
     tokens = bundles.tokens(bundle).values()
     dim = max(x.shape[-1] for x in tokens)
     if dim > max(TABLE):

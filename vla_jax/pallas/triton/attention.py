@@ -76,6 +76,7 @@ def backward(
 ) -> Attention:
     """Cotangents of the inputs; that of ``lambda0`` is ``[B, H]``."""
     d_key_sum = cotangents.key_sum
+    rhs, choices = _solve(plan, inputs)
     bundle, options, extra = _delta(plan, inputs, saved.write_key, saved.kept)
     pulled = delta.backward(
         bundle,
@@ -90,11 +91,10 @@ def backward(
         zeros = jnp.zeros(inputs.key.shape, jnp.float32)
         d_raw_key = jnp.where(last, d_key_sum[:, None], zeros)
         d_initial_sum = jnp.where(whole, d_key_sum, 0)
-    bundle, choices = _solve(plan, inputs)
     given = solve.Cotangents(
         pulled.inputs.write_key, cotangents.penalty, pulled.inputs.key, d_raw_key
     )
-    solved = solve.backward(bundle, saved.gain, saved.kept, given, choices)
+    solved = solve.backward(rhs, saved.gain, saved.kept, given, choices)
     return Attention(
         query=pulled.inputs.query,
         key=solved.rhs,

@@ -443,7 +443,7 @@ def _pull(call: _Call, inputs: Mapping[str, Array | None]) -> dict[str, Array]:
     )
 
 
-def _grads(call: _Call, inputs: Delta, arrays: Mapping[str, Array | None]) -> dict[str, Array]:
+def _grads(call: _Call, inputs: Delta, arrays: dict[str, Any]) -> dict[str, Array]:
     s, c, params = call.shape, call.config, call.params
     width = min(s.dim, params.grads_width)
     query, key, write_key = inputs.query, inputs.key, inputs.write_key
