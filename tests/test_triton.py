@@ -2,6 +2,7 @@
 
 import ast
 import builtins
+import importlib
 import inspect
 import pathlib
 
@@ -19,7 +20,8 @@ KERNELS = pathlib.Path(triton.__file__).with_name("kernels.py")
 
 
 @pytest.fixture(autouse=True)
-def forget():
+def forget(monkeypatch):
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what it is; unset, Triton 3.9 warns
     triton._modules.cache_clear()
     yield
     triton._modules.cache_clear()
@@ -101,3 +103,26 @@ def test_kernels_compile(tmp_path, monkeypatch):
         source = compiler.ASTSource(kernel, signature=signature, constexprs=static)
         compiled = compiler.compile(source, target=backends.GPUTarget("cuda", 90, 32))
         assert "sm_90" in compiled.asm["ptx"]
+
+
+def test_both_launches_lower(tmp_path, monkeypatch):
+    """As on an H200, where jax-triton and JAX's CUDA plugin are installed; no GPU is needed."""
+    pytest.importorskip("jax_triton", exc_type=ImportError)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    library = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
+    monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
+    struct, wide = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((1, 2, 16, 16), jnp.float32)
+    token, vector = struct((1, 5, 2, 16), jnp.bfloat16), struct((1, 2, 16), jnp.float32)
+    lambda0, ids = struct((2,), jnp.float32), struct((1, 5), jnp.int32)
+    arrays = Attention(token, token, token, None, lambda0, wide, wide, vector, ids)
+
+    def run(arrays):
+        plan, rule = Plan("triton", None), triton.RULES[Attention]
+        outputs, saved = rule.forward(plan, arrays)
+        return rule.backward(plan, arrays, saved, outputs)
+
+    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(run).trace(arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@triton_kernel_call") == 2
