@@ -22,9 +22,10 @@ KERNELS = pathlib.Path(triton.__file__).with_name("kernels.py")
 @pytest.fixture(autouse=True)
 def forget(monkeypatch):
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")  # what it is; unset, Triton 3.9 warns
-    triton._modules.cache_clear()
+    modules = triton._modules
+    modules.cache_clear()
     yield
-    triton._modules.cache_clear()
+    modules.cache_clear()
 
 
 def test_missing_package_is_named(monkeypatch):
