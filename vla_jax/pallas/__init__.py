@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from vla_jax.bundles import Attention, Delta, Solve, Step
+from vla_jax.bundles import OPERATIONS, Attention, Delta, Solve, Step
 from vla_jax.implementations import Rule
 from vla_jax.pallas.common import export_checks
 
@@ -46,7 +46,9 @@ def _choose(bundle: Any) -> tuple[Any, str | None]:
 def _rule(bundle: Any) -> Rule:
     family, reason = _choose(bundle)
     if family is None:
-        raise NotImplementedError(f"no Pallas kernels can serve {bundle.operation}: {reason}")
+        raise NotImplementedError(
+            f"no Pallas kernels can serve {OPERATIONS[type(bundle)]}: {reason}"
+        )
     return family.RULES[type(bundle)]
 
 

@@ -76,7 +76,7 @@ def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
     if not isinstance(bundle, Attention):
         return (
             "it is one kernel for the whole of vla_attention; for "
-            f"{bundle.operation} alone use 'pallas' or 'xla'"
+            f"{bundles.OPERATIONS[type(bundle)]} alone use 'pallas' or 'xla'"
         )
     try:
         _modules()
