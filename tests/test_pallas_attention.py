@@ -1,5 +1,8 @@
 """The GPU kernels through the public functions, interpreted, against the oracle."""
 
+import importlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,8 +21,9 @@ from tolerances import FLOAT32_GRADIENT, REORDERED32
 
 import vla_jax
 from benchmarks import cases
-from vla_jax import primitives
-from vla_jax.pallas import backend
+from vla_jax import implementations, pallas
+from vla_jax.bundles import Attention
+from vla_jax.pallas import common
 
 # Grouped heads, segments, masks, every variant, both states, D and E of odd sizes.
 CASES = [cases.CASES[i] for i in (1, 3, 4, 6, 7)]
@@ -27,7 +31,7 @@ CASES = [cases.CASES[i] for i in (1, 3, 4, 6, 7)]
 
 @pytest.fixture(autouse=True)
 def interpret(monkeypatch):
-    monkeypatch.setenv(backend.INTERPRET, "1")
+    monkeypatch.setenv(common.INTERPRET, "1")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -176,8 +180,8 @@ def test_what_the_kernels_cannot_do(monkeypatch):
         y = jnp.ones((1, 4, 1, 8), jnp.float64)
         with pytest.raises(NotImplementedError, match="float64"):
             vla_jax.vla_attention(y, y, y, implementation="pallas")
-    monkeypatch.delenv(backend.INTERPRET)
-    if not backend.is_available():
+    monkeypatch.delenv(common.INTERPRET)
+    if common.unavailable():
         with pytest.raises(NotImplementedError, match="pallas"):
             vla_jax.vla_attention(x, x, x, implementation="pallas")
 
@@ -185,34 +189,69 @@ def test_what_the_kernels_cannot_do(monkeypatch):
 def test_what_none_means(monkeypatch):
     """The kernels on one GPU; what the compiler can partition where it might have to."""
     x = jnp.ones((1, 4, 1, 16))
-    monkeypatch.delenv(backend.INTERPRET, raising=False)
-    assert primitives.best(x) == "xla"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(backend, "_reason_unavailable", lambda: None)
-    assert primitives.best(x) == "xla"  # it lies on a CPU
     seen = []
+
+    def best(x, direction=None, chunk_size=None):
+        matrix, vector = jnp.ones((1, 1, 16, 16)), jnp.ones((1, 1, 16))
+        bundle = Attention(x, x, x, direction, jnp.ones(1), matrix, matrix, vector)
+        return implementations.choose(None, bundle, chunk_size)
+
+    def look(x, **options):
+        seen.append(best(x, **options))
+        return x
+
+    monkeypatch.delenv(common.INTERPRET, raising=False)
+    assert best(x) == "xla"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(common, "unavailable", lambda: None)
+    assert best(x) == "xla"  # it lies on a CPU
     monkeypatch.setattr(jax, "device_count", lambda: 1)
-    traced = jax.jit(lambda *a, **k: seen.append(primitives.best(*a, **k)))
-    traced(x)
+    jax.jit(lambda x: look(x))(x)
     assert seen.pop() == "pallas"
-    jax.jit(lambda x: seen.append(primitives.best(x, chunk_size=16)))(x)
-    jax.jit(lambda x: seen.append(primitives.best(x.astype(jnp.int8))))(x)  # none of the kernels'
-
-    def with_direction(x):
-        options = {"implementation": None, "chunk_size": None, "precision": None}
-        direction = (x.astype(jnp.float8_e4m3fn),)
-        seen.append(primitives.configure(x, others=direction, **options).implementation)
-
-    jax.jit(with_direction)(x)
+    jax.jit(lambda x: look(x, chunk_size=16))(x)
+    jax.jit(lambda x: look(x.astype(jnp.int8)))(x)  # none of the kernels'
+    jax.jit(lambda x: look(x, direction=x.astype(jnp.float8_e4m3fn)))(x)
     with jax.default_device("cpu"):
-        jax.jit(lambda x: seen.append(primitives.best(x)))(x)
+        jax.jit(lambda x: look(x))(x)
     monkeypatch.setattr(jax, "device_count", lambda: 2)
-    jax.jit(lambda x: seen.append(primitives.best(x)))(x)
+    jax.jit(lambda x: look(x))(x)
     assert seen == ["xla"] * 5
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-    inside = jax.shard_map(
-        lambda x: x * (seen.append(primitives.best(x)) is None),
-        mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
-    )  # fmt: skip
+    inside = jax.shard_map(lambda x: look(x), mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     jax.jit(inside)(x)
     assert seen[-1] == "pallas"
+
+
+def test_without_the_back_end(monkeypatch):
+    """A JAX that has lost Pallas's Triton back end: named, passed over, refused by name."""
+    for name in [n for n in sys.modules if n.startswith("vla_jax.pallas")]:
+        monkeypatch.delitem(sys.modules, name)
+    missing = "jax.experimental.pallas.triton"
+    monkeypatch.setitem(sys.modules, missing, None)
+    pallas = importlib.import_module("vla_jax.pallas")
+    monkeypatch.setattr(vla_jax, "pallas", pallas)
+    assert pallas.export_checks()
+    x, matrix, vector = jnp.ones((1, 4, 1, 16)), jnp.ones((1, 1, 16, 16)), jnp.ones((1, 1, 16))
+    bundle = Attention(x, x, x, None, jnp.ones(1), matrix, matrix, vector)
+    assert missing in pallas.unsupported(bundle, None)
+    with pytest.raises(NotImplementedError, match=f"triton: .*{missing}"):
+        implementations.choose("pallas", bundle, None)
+    with pytest.raises(NotImplementedError, match=missing):
+        pallas.RULES[Attention].forward(None, bundle)
+    monkeypatch.setattr(implementations, "not_on_one_gpu", lambda arrays: None)
+    assert implementations.choose(None, bundle, None) == "xla"
+
+    def broken(name):
+        raise ImportError("another module", name="another")
+
+    monkeypatch.setattr(pallas.importlib, "import_module", broken)
+    with pytest.raises(ImportError, match="another module"):
+        pallas.unsupported(bundle, None)
+
+
+def test_reasons_of_every_family_are_given(monkeypatch):
+    x = jnp.ones((1, 1, 1, 300))
+    bundle = Attention(x, x, x, None, jnp.ones(1), x, x, x)
+    monkeypatch.setattr(pallas, "FAMILIES", {"one": pallas.FAMILIES["triton"]} | pallas.FAMILIES)
+    reason = "a head dimension of 300 is above 256"
+    assert pallas.unsupported(bundle, None) == f"one: {reason}; triton: {reason}"

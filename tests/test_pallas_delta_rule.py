@@ -3,6 +3,7 @@
 ``JAX_PLATFORMS=cuda`` runs them on the GPU, and then every entry of the table of parameters too.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -14,13 +15,15 @@ import support
 import tolerances
 
 from vla_jax import numerics
-from vla_jax.pallas import backend, delta_rule
+from vla_jax.bundles import Delta
+from vla_jax.pallas import common
+from vla_jax.pallas.triton import delta_rule
 
 
 @pytest.fixture(autouse=True)
 def interpret(monkeypatch):
-    if backend._gpu() is None:
-        monkeypatch.setenv(backend.INTERPRET, "1")
+    if common.gpu() is None:
+        monkeypatch.setenv(common.INTERPRET, "1")
 
 
 def draw(seed, batch, length, heads, groups, dim, value_dim, *, dtype=np.float32, segments=None):
@@ -58,25 +61,22 @@ def draw(seed, batch, length, heads, groups, dim, value_dim, *, dtype=np.float32
 
 @functools.partial(jax.jit, static_argnames=("ratio", "normalize", "eps", "precision", "params"))
 def run(call, *, ratio, normalize, eps=1e-6, precision=None, params=()):
-    """Values and cotangents of the kernels by name."""
-    options = dict(
-        normalize_key=normalize,
-        readout="ratio" if ratio else "none",
-        initial_key_sum=call["key_sum"] if ratio else None,
-        eps=eps,
-        precision=precision,
-        params=dict(params),
+    """Values and cotangents of the kernels by name; ``params`` override the table's."""
+    options = delta_rule.Options(normalize, "ratio" if ratio else "none", eps, precision)
+    if params:
+        entry = delta_rule.TABLE_FLOAT32[64]
+        options = options._replace(params=dataclasses.replace(entry, **dict(params)))
+    extra = delta_rule.Extra(call["key_sum"] if ratio else None)
+    tokens = [call[n] for n in ("query", "key", "write_key", "value")]
+    inputs = Delta(*tokens, call["memory"], call.get("segment_ids"))
+    given = delta_rule.Cotangents(
+        call["d_out"], call["d_memory"], call["d_key_sum"] if ratio else None
     )
-    inputs = [call[n] for n in ("query", "key", "write_key", "value", "memory")]
-    inputs.append(call.get("segment_ids"))
-    out, memory, key_sum, residuals = delta_rule.forward(*inputs, save_residuals=True, **options)
-    d_key_sum = call["d_key_sum"] if ratio else None
-    grads = delta_rule.backward(
-        residuals, *inputs, call["d_out"], call["d_memory"], d_key_sum, **options
-    )
-    names = "query", "key", "raw_key", "write_key", "value", "memory", "key_sum"
-    values = {"out": out, "final memory": memory, "final key_sum": key_sum}
-    values |= {f"d {n}": g for n, g in zip(names, grads, strict=True)}
+    swept = delta_rule.forward(inputs, options, extra)
+    grads = delta_rule.backward(inputs, swept.residuals, given, options, extra)
+    values = {"out": swept.out, "final memory": swept.memory, "final key_sum": swept.key_sum}
+    values |= {f"d {n}": g for n, g in grads.inputs._asdict().items()}
+    values |= {"d raw_key": grads.raw_key, "d key_sum": grads.key_sum}
     return {n: x for n, x in values.items() if x is not None}
 
 
@@ -146,7 +146,7 @@ def test_values_and_gradients(ratio, normalize, segments, chunk):
 def test_super_chunks():
     """Few heads: the sweep is cut in super-chunks, found by an associative scan."""
     params = (*SMALL, ("min_span", 1))
-    table = backend.parameters("delta_rule", 16, dict(params))
+    table = dataclasses.replace(delta_rule.TABLE_FLOAT32[64], **dict(params))
     assert delta_rule.super_chunks(4, 1, 10, table) == 8
     segments = [(0, [5, 33, 130])]  # the second sequence is one segment
     check(draw(1, 2, 150, 2, 1, 16, 8, segments=segments), params=params, **RATIO)
@@ -178,10 +178,10 @@ def test_sixteen_bits(dtype, precision, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@pytest.mark.parametrize("dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("dim", [16, *delta_rule.TABLE])
 def test_table(dim, dtype):
     """Right shapes and wrong numbers are what a compiler's fault looks like."""
-    if backend.interpret():
+    if common.interpret():
         pytest.skip("needs a GPU")
     call = draw(9, 2, 300, 2, 2, dim, dim, dtype=dtype, segments=[(0, [5, 6, 64, 149]), (1, [17])])
     tolerance = tolerances.REORDERED32 if dtype == jnp.float32 else tolerances.BFLOAT16_RMS
@@ -232,36 +232,13 @@ def test_x64_changes_nothing():
 
 
 def test_refusals():
-    def shapes(length, dim, dtype):
-        token = jax.ShapeDtypeStruct((1, length, 1, dim), dtype)
-        return [token] * 4 + [jax.ShapeDtypeStruct((1, 1, dim, dim), jnp.float32)]
+    def forward(length, readout="none"):
+        token = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.bfloat16)
+        inputs = Delta(*[token] * 4, jax.ShapeDtypeStruct((1, 1, 64, 64), jnp.float32))
+        options = delta_rule.Options(readout=readout)
+        return jax.eval_shape(lambda x: delta_rule.forward(x, options, delta_rule.Extra()), inputs)
 
-    def forward(*args, **options):
-        return jax.eval_shape(lambda *x: delta_rule.forward(*x, None, **options)[0], *args)
-
-    with pytest.raises(NotImplementedError, match="300 is above 256"):
-        forward(*shapes(16, 300, jnp.float32))
-    with jax.enable_x64(True), pytest.raises(NotImplementedError, match="float64"):
-        forward(*shapes(16, 16, jnp.float64))
     with pytest.raises(NotImplementedError, match=r"2\*\*31 elements"):
-        forward(*shapes(2**25, 64, jnp.bfloat16))
+        forward(2**25)
     with pytest.raises(ValueError, match="normalize_key=True"):
-        forward(*shapes(16, 16, jnp.float32), readout="ratio")
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_lowers_to_triton(monkeypatch, wide):
-    """Every kernel is a Triton call in the program lowered for a GPU, which need not be there."""
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        pytest.skip("this JAX cannot lower Triton without a GPU")
-    monkeypatch.delenv(backend.INTERPRET, raising=False)
-    monkeypatch.setattr(backend, "_reason_unavailable", lambda: None)
-    call = draw(8, 1, 80, 1, 1, 16, 16, dtype=jnp.bfloat16)
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.enable_x64(wide), jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(functools.partial(run.__wrapped__, **RATIO)).trace(call)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    for name in ("solve", "sweep", "read", "pull", "sweep_reverse", "grads"):
-        assert f"vla_delta_{name}" in text
-    assert "triton" in text
+        forward(16, "ratio")

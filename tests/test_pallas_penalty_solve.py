@@ -1,7 +1,7 @@
-"""The Pallas kernels of `penalty_solve`, interpreted, against the oracle; and their lowering."""
+"""The Pallas kernels of `penalty_solve`, interpreted, against the oracle."""
 
+import dataclasses
 import functools
-import re
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,9 @@ import pytest
 import support
 import tolerances
 
-from vla_jax.pallas import backend, penalty_solve
+from vla_jax.bundles import Solve
+from vla_jax.pallas import common
+from vla_jax.pallas.triton import penalty_kernels, penalty_solve
 
 # Two super-chunks and a tail from few tokens.
 SMALL = {"max_super_chunk": 64, "min_super_chunk": 64}
@@ -19,7 +21,7 @@ SMALL = {"max_super_chunk": 64, "min_super_chunk": 64}
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    monkeypatch.setenv(backend.INTERPRET, "1")
+    monkeypatch.setenv(common.INTERPRET, "1")
 
 
 def draw(dtype, *, dim=16, length=90, heads=2, direction=True, segments=False, normalize=True):
@@ -39,16 +41,16 @@ def draw(dtype, *, dim=16, length=90, heads=2, direction=True, segments=False, n
         "rhs": key if normalize else key / dim,
         "direction": u if direction else None,
         "lambda0": 0.1 * (1 + np.arange(heads, dtype=np.float32)).astype(np.float64),
-        "initial_penalty": np.asarray(root @ root.swapaxes(-1, -2), np.float32),
+        "penalty": np.asarray(root @ root.swapaxes(-1, -2), np.float32),
         "segment_ids": np.sort(rng.integers(0, 4, (2, length))).astype(np.int32)
         if segments
         else None,
     }
     cotangents = {
-        "d_solution": normal(*tokens),
-        "d_penalty": normal(2, heads, dim, dim, dtype="float32"),
-        "d_normalized_rhs": normal(*tokens) if normalize else None,
-        "d_raw_rhs": normal(*tokens) if normalize else None,
+        "solution": normal(*tokens),
+        "penalty": normal(2, heads, dim, dim, dtype="float32"),
+        "normalized_rhs": normal(*tokens) if normalize else None,
+        "raw_rhs": normal(*tokens) if normalize else None,
     }
     return inputs, cotangents
 
@@ -57,20 +59,21 @@ def expected(inputs, cotangents, normalize, write_gain):
     """Values and gradients from the oracle, named as in `actual`."""
     key, u = inputs["rhs"], inputs["direction"]
     unit = oracle.normalize(key)[0] if normalize else key
-    options = {n: inputs[n] for n in ("lambda0", "initial_penalty", "segment_ids")}
+    options = {n: inputs[n] for n in ("lambda0", "segment_ids")}
+    options["initial_penalty"] = inputs["penalty"]
     direction = unit / key.shape[-1] ** 0.5 if u is None else u
     alpha, penalty = oracle.penalty_solve(unit, direction, **options)
-    solution, d_alpha, d_unit = alpha, cotangents["d_solution"], 0
+    solution, d_alpha, d_unit = alpha, cotangents["solution"], 0
     if write_gain is not None:
         solution = oracle._write_vector(alpha, unit, write_gain)
         d_alpha, d_unit = oracle._write_vector_grad(d_alpha, alpha, unit, write_gain)
-    grads = oracle.penalty_solve_grad(d_alpha, cotangents["d_penalty"], unit, direction, **options)
+    grads = oracle.penalty_solve_grad(d_alpha, cotangents["penalty"], unit, direction, **options)
     d_rhs = grads["rhs"] + d_unit
     if u is None:
         d_rhs = d_rhs + grads["direction"] / key.shape[-1] ** 0.5
     if normalize:
-        d_rhs = oracle._normalize_grad(d_rhs + cotangents["d_normalized_rhs"], key)
-        d_rhs = d_rhs + cotangents["d_raw_rhs"]
+        d_rhs = oracle._normalize_grad(d_rhs + cotangents["normalized_rhs"], key)
+        d_rhs = d_rhs + cotangents["raw_rhs"]
     return {
         "solution": solution,
         "penalty": penalty,
@@ -81,36 +84,35 @@ def expected(inputs, cotangents, normalize, write_gain):
     }
 
 
-def actual(inputs, cotangents, dtype, **options):
+def actual(inputs, cotangents, dtype, options):
     def cast(tree):
         return {
             n: x
             if x is None or x.dtype == np.int32
-            else jnp.asarray(
-                x, "float32" if n in ("lambda0", "initial_penalty", "d_penalty") else dtype
-            )
+            else jnp.asarray(x, "float32" if n in ("lambda0", "penalty") else dtype)
             for n, x in tree.items()
         }
 
     inputs, cotangents = cast(inputs), cast(cotangents)
 
+    bundle = Solve(*inputs.values())
+    bundle = bundle._replace(lambda0=jnp.broadcast_to(bundle.lambda0, bundle.penalty.shape[:2]))
+    given = penalty_solve.Cotangents(*cotangents.values())
+
     @jax.jit
-    def run(inputs, cotangents):
-        solution, gain, penalty, kept = penalty_solve.forward(**inputs, **options)
-        inputs = {n: x for n, x in inputs.items() if n != "initial_penalty"}
-        d_rhs, d_direction, d_lambda0, d_initial = penalty_solve.backward(
-            **inputs, gain=gain, kept=kept, **cotangents, **options
-        )
+    def run(bundle, given):
+        solved = penalty_solve.forward(bundle, options)
+        d = penalty_solve.backward(bundle, solved.gain, solved.kept, given, options)
         return {
-            "solution": solution,
-            "penalty": penalty,
-            "d_rhs": d_rhs,
-            "d_direction": d_direction,
-            "d_lambda0": d_lambda0.sum(0),  # given per batch entry; lambda0 is shared here
-            "d_initial_penalty": d_initial,
+            "solution": solved.solution,
+            "penalty": solved.penalty,
+            "d_rhs": d.rhs,
+            "d_direction": d.direction,
+            "d_lambda0": d.lambda0.sum(0),  # given per batch entry; lambda0 is shared here
+            "d_initial_penalty": d.penalty,
         }
 
-    out = run(inputs, cotangents)
+    out = run(bundle, given)
     assert out["solution"].dtype == out["d_rhs"].dtype == jnp.dtype(dtype)
     assert out["penalty"].dtype == jnp.float32
     return out
@@ -119,9 +121,9 @@ def actual(inputs, cotangents, dtype, **options):
 def check(dtype, params=SMALL, normalize=True, write_gain="unit", precision=None, **kinds):
     inputs, cotangents = draw(dtype, normalize=normalize, **kinds)
     want = expected(inputs, cotangents, normalize, write_gain)
-    options = {"normalize_rhs": normalize, "write_gain": write_gain}
-    options |= {"params": params, "precision": precision}
-    got = actual(inputs, cotangents, dtype, **options)
+    params = dataclasses.replace(penalty_solve.TABLE[64], **params)
+    options = penalty_solve.Options(normalize, write_gain, precision, params)
+    got = actual(inputs, cotangents, dtype, options)
     assert got.keys() == want.keys()
     for name, x in want.items():
         if x is None:
@@ -134,7 +136,7 @@ def check(dtype, params=SMALL, normalize=True, write_gain="unit", precision=None
     assert not absent.any()
     if normalize:  # a zero key has a zero gradient but for what reaches it unnormalised
         raw = np.asarray(got["d_rhs"]).astype(np.float64)[:, 3]
-        np.testing.assert_array_equal(raw, cotangents["d_raw_rhs"][:, 3])
+        np.testing.assert_array_equal(raw, cotangents["raw_rhs"][:, 3])
     if kinds.get("direction", True):
         assert not np.asarray(got["d_direction"])[:, 3].any()
 
@@ -169,87 +171,35 @@ def test_half_inverse(interpreted):
     rng = np.random.default_rng(0)
     root = rng.standard_normal((16, 16))
     matrix = np.eye(16) + root @ root.T
-    got = penalty_solve._half_inverse(jnp.asarray(matrix, "float32"), 1.0)
+    got = penalty_kernels.half_inverse(jnp.asarray(matrix, "float32"), 1.0)
     support.assert_close(got, np.linalg.inv(np.linalg.cholesky(matrix)), tolerances.REORDERED32)
     # What rounding has made indefinite stays finite: no pivot is below the bound.
     rounded = jnp.asarray(matrix - 1.5 * np.eye(16), "float32")
-    assert np.isfinite(penalty_solve._half_inverse(rounded, 1.0)).all()
+    assert np.isfinite(penalty_kernels.half_inverse(rounded, 1.0)).all()
 
 
 def test_super_chunks_split_long_narrow_inputs():
-    params = backend.parameters("penalty_solve", 64)
+    params = penalty_solve.TABLE[64]
     length = functools.partial(penalty_solve.super_chunk_length, params=params)
     assert length(64, 1) == 64
-    assert length(4096, 1024) == params["max_super_chunk"]
-    assert length(8192, 1) == params["min_super_chunk"]
+    assert length(4096, 1024) == params.max_super_chunk
+    assert length(8192, 1) == params.min_super_chunk
     for tokens in (64, 4096, 65536):
-        assert length(tokens, 16) % penalty_solve.GROUP == 0
+        assert length(tokens, 16) % penalty_kernels.GROUP == 0
 
 
-def test_refusals(monkeypatch):
-    inputs, _ = draw("float32", length=16)
-    call = functools.partial(penalty_solve.forward, *map(jnp.asarray, list(inputs.values())[:4]))
-    if not backend.is_available():
-        with pytest.raises(NotImplementedError, match="no NVIDIA GPU"):
-            call(None)
-    monkeypatch.setenv(backend.INTERPRET, "1")
-    assert backend.is_available()
+def test_refusals():
+    token, matrix = jnp.ones((1, 1, 1, 4)), jnp.ones((1, 1, 4, 4))
+    bundle = Solve(token, None, jnp.ones((1, 1)), matrix)
     with pytest.raises(ValueError, match="direction=None"):
-        penalty_solve.forward(
-            jnp.ones((1, 1, 1, 4)), None, jnp.ones(1), jnp.ones((1, 1, 4, 4)), None
-        )
-    with pytest.raises(NotImplementedError, match="float64"):
-        backend.require("penalty_solve", (np.float64,))
-    with pytest.raises(NotImplementedError, match="257"):
-        backend.require("penalty_solve", (np.float32,), (257,))
+        penalty_solve.forward(bundle, penalty_solve.Options())
 
 
 def test_what_a_chunk_keeps_is_counted_too(interpreted):
     """2³⁰ entries of the tokens index well; the matrices that their chunks keep would not."""
     tokens = jax.ShapeDtypeStruct((64, 16384, 8, 128), jnp.bfloat16)
-    lambda0 = jax.ShapeDtypeStruct((8,), jnp.float32)
+    lambda0 = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     penalty = jax.ShapeDtypeStruct((64, 8, 128, 128), jnp.float32)
-    solve = functools.partial(penalty_solve.forward, segment_ids=None)
+    solve = functools.partial(penalty_solve.forward, options=penalty_solve.Options())
     with pytest.raises(NotImplementedError, match=r"vla_penalty_factor: .*2\*\*31 elements"):
-        jax.eval_shape(solve, tokens, tokens, lambda0, penalty)
-
-
-def lower_for_cuda(function, *args):
-    """The text of ``function`` lowered for an H200, which need not be there."""
-    traced = jax.jit(function).trace(*args)
-    if not hasattr(jax.sharding, "AbstractDevice"):
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
-    device = jax.sharding.AbstractDevice("NVIDIA H200", num_cores=None, platform="cuda")
-    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
-    with jax.sharding.use_abstract_mesh(mesh):
-        return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-
-
-@pytest.mark.filterwarnings("error::DeprecationWarning")
-def test_lowers_to_triton(monkeypatch):
-    monkeypatch.delenv(backend.INTERPRET, raising=False)
-    monkeypatch.setattr(backend, "_reason_unavailable", lambda: None)
-    tokens = jax.ShapeDtypeStruct((1, 128, 1, 32), jnp.bfloat16)
-    lambda0 = jax.ShapeDtypeStruct((1,), jnp.float32)
-    penalty = jax.ShapeDtypeStruct((1, 1, 32, 32), jnp.float32)
-    options = {"normalize_rhs": True, "write_gain": "unit"}
-
-    def run(key, u, lam, m, d_a):
-        out = _, gain, _, kept = penalty_solve.forward(key, u, lam, m, None, **options)
-        return out, penalty_solve.backward(key, u, lam, None, gain, kept, d_a, m, **options)
-
-    args = tokens, tokens, lambda0, penalty, tokens
-    try:
-        text = lower_for_cuda(run, *args)
-    except Exception as error:  # jaxlib without its GPU plugin cannot compile Triton ahead of time
-        if jax.__version_info__ >= (0, 11) or "triton" not in str(error).lower():
-            raise
-        pytest.skip(f"this jaxlib cannot lower Triton without a GPU: {error}")
-    names = set(re.findall(r"vla_penalty_\w+", text))
-    assert {
-        "vla_penalty_gram",
-        "vla_penalty_factor",
-        "vla_penalty_apply",
-        "vla_penalty_du",
-    } <= names
-    assert "triton" in text
+        jax.eval_shape(solve, Solve(tokens, tokens, lambda0, penalty))

@@ -82,9 +82,7 @@ PROBLEMS = (
 # Of the chunkwise paths alone: one launch for all tokens is for short sequences.
 LONG = (Problem("T65536", 65536, 64, 64, heads=1),)
 CHUNKWISE = ("xla", "pallas")
-TABLE = tuple(
-    Problem(f"table d{d}", 200, d, d, segments=True, initial=True) for d in (16, 32, 64, 128, 256)
-)
+KERNELS = ("pallas", "triton")
 
 
 def rounded(x):
@@ -175,12 +173,17 @@ class Run:
         import jax
 
         import vla_jax
-        from vla_jax import primitives, triton
-        from vla_jax.pallas import backend, recurrent
+        from vla_jax import bundles, implementations, plan, triton
+        from vla_jax.pallas import common
+        from vla_jax.pallas.triton import decode, delta_rule, penalty_solve
 
         self.jax, self.np, self.vla = jax, jax.numpy, vla_jax
-        self.primitives, self.recurrent, self.triton = primitives, recurrent, triton
-        self.backend = backend
+        self.bundles, self.implementation_of, self.plan = bundles, implementations.module, plan
+        self.common, self.decode_kernel = common, decode
+        tables = (
+            penalty_solve.TABLE, delta_rule.TABLE, delta_rule.TABLE_FLOAT32, triton.TABLE,
+        )  # fmt: skip
+        self.dims = sorted({16}.union(*tables))
         self.args, self.parts = args, parts
         self.failures, self.checks, self.started = [], 0, time.time()
         device = jax.devices()[0]
@@ -209,24 +212,23 @@ class Run:
     def available(self):
         named = [n for n in self.args.implementations.split(",") if n]
         found = []
-        for name in named or ("xla", "pallas", "recurrent", "triton"):
-            try:
-                self.require(name, 64)
+        for name in named or ("xla", "pallas", "triton"):
+            reason = self.unsupported(name, 64)
+            if reason is None:
                 found.append(name)
-            except Exception as error:
-                if named:
-                    self.report(name, False, str(error))
-                else:
-                    self.say("SKIP", name, str(error)[:200])
+            elif named:
+                self.report(name, False, reason)
+            else:
+                self.say("SKIP", name, reason[:200])
         return found
 
-    def require(self, name, dim):
-        """Raises NotImplementedError if the implementation cannot serve this head dimension."""
-        dtypes, dims = (self.np.float32,), (dim,)
-        if name == "recurrent":
-            self.recurrent.require(name, dtypes, dims)
-        elif name in self.primitives.FUSED:
-            self.primitives._module(name).require(dtypes, dims, None)
+    def unsupported(self, name, dim):
+        """Why the kernels of that name cannot serve this head dimension; None if they can."""
+        if name not in KERNELS:
+            return None
+        x = self.jax.ShapeDtypeStruct((1, 1, 1, dim), self.np.float32)
+        bundle = self.bundles.Attention(x, x, x, *[None] * 5)
+        return self.implementation_of(name).unsupported(bundle, None)
 
     def everything(self):
         selftest = None
@@ -237,7 +239,10 @@ class Run:
             )
         problems = [*(PROBLEMS if "cases" in self.parts else ())]
         problems += LONG if "long" in self.parts else ()
-        problems += TABLE if "table" in self.parts else ()
+        if "table" in self.parts:  # every entry of the kernels' tables of parameters
+            problems += [
+                Problem(f"table d{d}", 200, d, d, segments=True, initial=True) for d in self.dims
+            ]
         problems = [p for p in problems if self.wanted(p.name)]
         self.compare(problems)
         for part in ("decode", "transforms", "pitfalls", "timing"):
@@ -261,38 +266,16 @@ class Run:
         )  # fmt: skip
         return {"out": out} | {n: getattr(state, n) for n in STATE}
 
-    def function(self, implementation, p, params=None):
+    def function(self, implementation, p):
         """A function of (inputs, cotangents, segment_ids): values and gradients, keyed by name."""
-        jax, jnp = self.jax, self.np
 
         def run(inputs, cotangents, segment_ids):
-            values, pull = jax.vjp(
+            values, pull = self.jax.vjp(
                 lambda x: self.attention(implementation, p, x, segment_ids), inputs
             )
             return values | {f"d_{n}": x for n, x in pull(cotangents)[0].items()}
 
-        def run_recurrent(inputs, cotangents, segment_ids):
-            tokens = [inputs.get(n) for n in ("query", "key", "value", "direction")]
-            lambda0 = jnp.broadcast_to(inputs["lambda0"], (p.batch, p.heads))
-            state = [inputs[n] for n in STATE]
-            variant = self.primitives.Variant(**p.options, eps=1e-6)
-            kernels = (
-                functools.partial(k, params=params)
-                for k in (self.recurrent.forward, self.recurrent.backward)
-            )
-            forward, backward = kernels
-            values, saved = self.recurrent.attention_forward(
-                *tokens, lambda0, *state, segment_ids, variant=variant, kernel=forward
-            )
-            gradients = self.recurrent.attention_backward(
-                saved, [cotangents[n] for n in ("out", *STATE)], variant=variant, kernel=backward
-            )
-            names = "query", "key", "value", "direction", "lambda0", *STATE
-            result = {f"d_{n}": g for n, g in zip(names, gradients, strict=True) if g is not None}
-            result["d_lambda0"] = result["d_lambda0"].sum(0)
-            return dict(zip(("out", *STATE), values, strict=True)) | result
-
-        return run_recurrent if implementation == "recurrent" else run
+        return run
 
     def arrays(self, p, dtype):
         inputs, cotangents, segment_ids = draw(p)
@@ -324,9 +307,7 @@ class Run:
         jobs = []
         for p in problems:
             for implementation in self.implementations:
-                try:
-                    self.require(implementation, max(p.dim, p.value_dim))
-                except NotImplementedError:
+                if self.unsupported(implementation, max(p.dim, p.value_dim)) is not None:
                     continue
                 if p in LONG and implementation not in CHUNKWISE:
                     continue
@@ -366,7 +347,7 @@ class Run:
 
     def decode(self):
         """22 tokens through the kernel, the inverse derived again on the way, and the jnp path."""
-        if "recurrent" not in self.implementations:
+        if "pallas" not in self.implementations:
             return
         jax, jnp = self.jax, self.np
         for dim, value_dim, groups, learned in ((128, 128, 1, True), (12, 20, 2, False)):
@@ -388,10 +369,9 @@ class Run:
                 def step(carry, token):
                     token = [token.get(n) for n in ("query", "key", "value", "direction")]
                     if kernel:
-                        out, carry = self.recurrent.step(
-                            *token, arrays["lambda0"], carry, **p.options, eps=1e-6,
-                            params={"rederive_every": 7},
-                        )  # fmt: skip
+                        out, carry = self.step(
+                            p, *token, arrays["lambda0"], carry, rederive_every=7
+                        )
                     else:
                         out, carry = self.vla.vla_step(*token, carry, lambda0=arrays["lambda0"])
                     return carry, out
@@ -412,10 +392,21 @@ class Run:
                 which = "kernel" if kernel else "vla_step"
                 self.guarded(f"decode d{dim} {which}", check)
 
+    def step(self, p, *arrays, **params):
+        """One step of the kernel, whose parameters those given override: (out, state)."""
+        table = self.decode_kernel.TABLE
+        entry = self.common.parameters(table, max(p.dim, p.value_dim))
+        inputs = self.bundles.Step(*arrays)
+        lambda0 = self.np.broadcast_to(inputs.lambda0, inputs.key.shape[:2])
+        plan = self.plan.Plan("pallas", None, variant=self.plan.Variant(**p.options))
+        return self.decode_kernel.forward(
+            plan, inputs._replace(lambda0=lambda0), dataclasses.replace(entry, **params)
+        )[0]
+
     # --- transformations --------------------------------------------------------------------------
 
     def transforms(self):
-        for name in [n for n in self.implementations if n in ("pallas", "triton")]:
+        for name in [n for n in self.implementations if n in KERNELS]:
             for check in (self.exported, self.mapped_over_devices, self.rematerialised):
                 self.guarded(f"{check.__name__} {name}", check, name)
 
@@ -479,7 +470,7 @@ class Run:
     # --- pitfalls --------------------------------------------------------------------------------
 
     def pitfalls(self):
-        for name in [n for n in self.implementations if n in ("pallas", "triton")]:
+        for name in [n for n in self.implementations if n in KERNELS]:
             for number, check in (
                 (2, self.repeated_direction),
                 (14, self.many_heads),
@@ -583,12 +574,12 @@ class Run:
     # --- timing ----------------------------------------------------------------------------------
 
     def timing(self):
-        if "recurrent" not in self.implementations:
-            return
-        checks = {"timing: decoding step": (self.time_decode,)}
+        checks = {}
+        if "pallas" in self.implementations:
+            checks["timing: decoding step"] = (self.time_decode,)
         for dim in (64, 128):
             for length in (16, 64):
-                checks[f"timing: d{dim} T{length}"] = (self.time_recurrent, dim, length)
+                checks[f"timing: d{dim} T{length}"] = (self.time_short, dim, length)
         for name, check in checks.items():
             if self.wanted(name):
                 self.guarded(name, *check)
@@ -620,9 +611,7 @@ class Run:
             def steps(carry, params=params, kernel=warps is not None):
                 def step(state, token):
                     if kernel:
-                        out, state = self.recurrent.step(
-                            *token, lambda0, state, **p.options, eps=1e-6, params=params
-                        )
+                        out, state = self.step(p, *token, lambda0, state, **params)
                     else:
                         out, state = self.vla.vla_step(*token, state, lambda0=lambda0)
                     return state, out[0, 0, 0]
@@ -636,41 +625,21 @@ class Run:
             results[warps] = self.median(run, (state, jnp.float32(0))) / count
         best = min(v for k, v in results.items() if k)
         words = ", ".join(f"{k or 'vla_step'}: {v * 1e3:.0f}" for k, v in results.items())
-        default = self.backend.parameters("vla_decode", dim)["num_warps"]
+        default = self.common.parameters(self.decode_kernel.TABLE, dim).num_warps
         return results[default] < 1.5 * floor, (
             f"microseconds a step, floor {floor * 1e3:.0f}; by warps {words}; "
             f"best {best / floor:.2f} of the floor"
         )
 
-    def time_recurrent(self, dim, length):
+    def time_short(self, dim, length):
         p = Problem("", length, dim, dim, batch=64, heads=16)
         arrays = self.arrays(p, "bfloat16")
         words = []
-        plain = [n for n in self.implementations if n != "recurrent"]
-        warps = {64: (4, 8), 128: (8, 16)}[dim]
-        for name in (*plain, *warps):
-            params = {"num_warps": name} if isinstance(name, int) else None
-            both = self.jax.jit(self.function("recurrent" if params else name, p, params))
+        for name in self.implementations:
+            both = self.jax.jit(self.function(name, p))
 
-            def forward(x, name=name, params=params):
-                return self.function("recurrent" if params else name, p, params)(*x)["out"]
-
-            if not params:
-                forward = lambda x, name=name: self.attention(name, p, x[0], x[2])["out"]  # noqa: E731
-            else:  # its backward has effects that XLA does not know of, and is not removed
-                variant = self.primitives.Variant(**p.options, eps=1e-6)
-                kernel = functools.partial(self.recurrent.forward, params=params)
-
-                def forward(x, variant=variant, kernel=kernel):
-                    inputs = x[0]
-                    tokens = [inputs[n] for n in ("query", "key", "value", "direction")]
-                    lambda0 = self.np.broadcast_to(inputs["lambda0"], (p.batch, p.heads))
-                    state = [inputs[n] for n in STATE]
-                    return self.recurrent.attention_forward(
-                        *tokens, lambda0, *state, None, variant=variant, kernel=kernel
-                    )
-
-            forward = self.jax.jit(forward)
+            def forward(x, name=name):
+                return self.attention(name, p, x[0], x[2])["out"]
 
             def repeat(call):
                 def calls(x):
@@ -682,10 +651,9 @@ class Run:
 
             times = [
                 self.median(repeat(f), arrays, repeats=5) / 5
-                for f in (forward, lambda x, both=both: both(*x))
+                for f in (self.jax.jit(forward), lambda x, both=both: both(*x))
             ]
-            label = f"recurrent {name} warps" if params else name
-            words.append(f"{label} {times[0] * 1e3:.0f}/{times[1] * 1e3:.0f}")
+            words.append(f"{name} {times[0] * 1e3:.0f}/{times[1] * 1e3:.0f}")
         return True, "microseconds, 1024 heads, forward / both: " + ", ".join(words)
 
 

@@ -1,5 +1,64 @@
-"""Kernels for NVIDIA GPUs, written in Pallas: one file a primitive, ``backend`` below them all."""
+"""``implementation="pallas"``: kernels written in Pallas, a family of them for each back end.
 
-from vla_jax.pallas.backend import export_checks
+A family is a module with ``unsupported(bundle)`` and ``RULES``, as an implementation is. It is
+imported when it is asked for: Pallas's back ends come and go with versions of JAX.
+"""
 
-__all__ = ["export_checks"]
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from vla_jax.bundles import OPERATIONS, Attention, Delta, Solve, Step
+from vla_jax.implementations import Rule
+from vla_jax.pallas.common import export_checks
+
+__all__ = ["RULES", "export_checks", "unsupported"]
+
+FAMILIES = {"triton": "vla_jax.pallas.triton"}  # the first that serves is taken
+
+
+def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
+    """Why no kernels can serve these arrays here, with every family's reason; None if some can."""
+    if chunk_size is not None:
+        return f"chunk_size must be None: tiles come from tables of parameters; got {chunk_size}"
+    return _choose(bundle)[1]
+
+
+def _choose(bundle: Any) -> tuple[Any, str | None]:
+    """The family that serves, or why none does."""
+    reasons = []
+    for name, module in FAMILIES.items():
+        try:
+            family = importlib.import_module(module)
+        except ImportError as error:
+            if not (error.name or "").startswith("jax.experimental.pallas"):
+                raise
+            reasons.append(f"{name}: this version of JAX has no {error.name}")
+            continue
+        reason = family.unsupported(bundle)
+        if reason is None:
+            return family, None
+        reasons.append(f"{name}: {reason}")
+    return None, "; ".join(reasons)
+
+
+def _rule(bundle: Any) -> Rule:
+    family, reason = _choose(bundle)
+    if family is None:
+        raise NotImplementedError(
+            f"no Pallas kernels can serve {OPERATIONS[type(bundle)]}: {reason}"
+        )
+    return family.RULES[type(bundle)]
+
+
+def _forward(plan, inputs):
+    return _rule(inputs).forward(plan, inputs)
+
+
+def _backward(plan, inputs, saved, cotangents):
+    return _rule(inputs).backward(plan, inputs, saved, cotangents)
+
+
+RULES: dict[type, Rule] = {kind: Rule(_forward, _backward) for kind in (Solve, Delta, Attention)}
+RULES[Step] = Rule(_forward)

@@ -1,7 +1,7 @@
 """The kernels of `vla_jax.triton`, in Triton's own language; importing this needs ``triton``.
 
-One program a head, as in `vla_jax.pallas.recurrent`, whose head explains the method, the four
-sweeps of the backward and the arrays kept between them. Notation:
+One program a head, grid ``(B·H,)``; the head of ``__init__.py`` beside this explains the method and
+the four sweeps of the backward. Notation:
 
     A [D, D]  running inverse          S [D, E]  memory, key dimension first
     R [D, E]  cotangent of S           X [D, D]  cotangent of the penalty, and its transpose
@@ -9,6 +9,13 @@ sweeps of the backward and the arrays kept between them. Notation:
     D, E      powers of two; loads are masked to DIM and VALUE_DIM, so arrays need no padding
 
 Arrays are contiguous: tokens ``[B, T, H, ·]``, state ``[B, H, ·, ·]``. Offsets are 64 bits wide.
+
+Registers: one matrix at a time, ``[D, D]`` or ``[D, E]`` in float32: 64 numbers a thread at
+D = E = 128 (8 warps). Shared memory: what Triton's sums over rows and columns need of it.
+
+Hazards. What the threads of a program pass on through device memory needs ``tl.debug_barrier``
+between write and read. Vectors shorter than the threads are held in copies, whose sums may differ
+in the last bit (triton-lang/triton 7264); repeated calls were bitwise equal all the same.
 """
 
 import triton
