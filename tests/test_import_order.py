@@ -18,8 +18,9 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "vla_jax"
 # import one another. Inside a folder any order without a ring will do.
 ROOMS = (
     "types",
-    "numerics triton_kernels",
+    "numerics",
     "bundles chunks validation",
+    "decay",
     "implementations checks",
     "plan",
     "reference chunkwise pallas",
@@ -37,7 +38,7 @@ KEPT = {
     "jax.experimental.pallas": "pallas",
     "jax._src.pallas": "pallas",
     "jax_triton": "triton",
-    "triton": "triton triton_kernels",
+    "triton": "triton",
     "flax": "nnx linen baseline_layers serialization",
     "torch": "",
 }

@@ -32,9 +32,12 @@ def parameters(function):
         (
             diagnostics.state_norm,
             (),
-            ("query", "readout", "eps", "chunk_size", "precision", "return_state"),
+            (
+                *("query", "beta", "log_decay", "inverse", "readout", "eps"),
+                *("chunk_size", "precision", "return_state"),
+            ),
         ),
-        (vla_jax.penalty_solve, ("rhs", "initial_penalty"), None),
+        (vla_jax.penalty_solve, ("rhs", "weight", "initial_penalty"), None),
         (vla_jax.delta_rule, ("write_key", "initial_memory"), None),
     ],
 )
@@ -77,9 +80,8 @@ def test_the_documentation_gives_the_axes_of_the_table():
 
 
 def test_the_variant_defaults_are_the_public_ones():
-    public = parameters(WHOLE)
-    for field in dataclasses.fields(plan.Variant):
-        assert public[field.name].default == field.default, field.name
+    public = {f.name: parameters(WHOLE)[f.name].default for f in dataclasses.fields(plan.Variant)}
+    assert plan.variant(**public, dtype=jnp.float32) == plan.Variant()
 
 
 def test_every_size_of_a_bundle_is_checked():

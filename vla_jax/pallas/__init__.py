@@ -13,7 +13,7 @@ from vla_jax.bundles import OPERATIONS, Attention, Delta, Solve, Step
 from vla_jax.implementations import Rule
 from vla_jax.pallas.common import export_checks
 
-__all__ = ["RULES", "export_checks", "unsupported"]
+__all__ = ["export_checks"]
 
 FAMILIES = {"triton": "vla_jax.pallas.triton"}  # the first that serves is taken
 

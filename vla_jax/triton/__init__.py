@@ -103,14 +103,14 @@ class _Call(NamedTuple):
     params: Parameters
     learned: bool
     segments: bool
-    shape: tuple[int, int, int, int]  # of the key
+    shape: tuple[int, ...]  # of the key
     groups: int
     value_dim: int
 
 
 def _call(plan: Plan, inputs: Attention, params: Parameters | None) -> tuple[_Call, list[Array]]:
     """What is static, and the arrays as both kernels take them: a dummy for one that is absent."""
-    query, key, value, direction, lambda0, memory, penalty, key_sum, segment_ids = inputs
+    query, key, value, direction, lambda0, memory, penalty, key_sum, segment_ids, *_ = inputs
     sizes = common.power_of_two(key.shape[-1]), common.power_of_two(value.shape[-1])
     call = _Call(
         plan,

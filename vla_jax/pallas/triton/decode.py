@@ -283,7 +283,7 @@ def forward(
         penalty, the first launch derives the inverse.
       params: None for those of the table.
     """
-    query, key, value, direction, lambda0, state = inputs
+    query, key, value, direction, lambda0, state, *_ = inputs
     batch, heads, dim = key.shape
     value_dim = value.shape[-1]
     s = Sizes(

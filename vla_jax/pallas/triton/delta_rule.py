@@ -193,9 +193,15 @@ class _Call(NamedTuple):
 
     def inputs(self, x: Delta) -> Delta:
         """The inputs padded; ``memory [B·H, D, E]``."""
-        tokens = [self.tokens(x, self.shape.dim) for x in (x.query, x.key, x.write_key)]
-        tokens.append(self.tokens(x.value, self.shape.value_dim))
-        return Delta(*tokens, self.state(x.memory), self.segments(x.segment_ids))
+        dim, value_dim = self.shape.dim, self.shape.value_dim
+        return x._replace(
+            query=self.tokens(x.query, dim),
+            key=self.tokens(x.key, dim),
+            write_key=self.tokens(x.write_key, dim),
+            value=self.tokens(x.value, value_dim),
+            memory=self.state(x.memory),
+            segment_ids=self.segments(x.segment_ids),
+        )
 
     def state(self, x: Array) -> Array:
         """``[B, H, D, E]`` as ``[B·H, D, E]`` float32, padded."""
