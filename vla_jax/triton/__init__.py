@@ -103,7 +103,7 @@ class _Call(NamedTuple):
     params: Parameters
     learned: bool
     segments: bool
-    shape: tuple[int, int, int, int]  # of the key
+    shape: tuple[int, ...]  # of the key
     groups: int
     value_dim: int
 

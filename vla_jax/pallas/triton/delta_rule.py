@@ -193,9 +193,10 @@ class _Call(NamedTuple):
 
     def inputs(self, x: Delta) -> Delta:
         """The inputs padded; ``memory [B·H, D, E]``."""
-        tokens = [self.tokens(x, self.shape.dim) for x in (x.query, x.key, x.write_key)]
-        tokens.append(self.tokens(x.value, self.shape.value_dim))
-        return Delta(*tokens, self.state(x.memory), self.segments(x.segment_ids))
+        s = self.shape
+        query, key, write_key = (self.tokens(y, s.dim) for y in (x.query, x.key, x.write_key))
+        value, memory = self.tokens(x.value, s.value_dim), self.state(x.memory)
+        return Delta(query, key, write_key, value, memory, self.segments(x.segment_ids))
 
     def state(self, x: Array) -> Array:
         """``[B, H, D, E]`` as ``[B·H, D, E]`` float32, padded."""
