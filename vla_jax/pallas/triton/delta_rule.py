@@ -193,15 +193,10 @@ class _Call(NamedTuple):
 
     def inputs(self, x: Delta) -> Delta:
         """The inputs padded; ``memory [B·H, D, E]``."""
-        dim, value_dim = self.shape.dim, self.shape.value_dim
-        return x._replace(
-            query=self.tokens(x.query, dim),
-            key=self.tokens(x.key, dim),
-            write_key=self.tokens(x.write_key, dim),
-            value=self.tokens(x.value, value_dim),
-            memory=self.state(x.memory),
-            segment_ids=self.segments(x.segment_ids),
-        )
+        s = self.shape
+        query, key, write_key = (self.tokens(y, s.dim) for y in (x.query, x.key, x.write_key))
+        value, memory = self.tokens(x.value, s.value_dim), self.state(x.memory)
+        return Delta(query, key, write_key, value, memory, self.segments(x.segment_ids))
 
     def state(self, x: Array) -> Array:
         """``[B, H, D, E]`` as ``[B·H, D, E]`` float32, padded."""
