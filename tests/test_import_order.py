@@ -17,11 +17,10 @@ PACKAGE = pathlib.Path(__file__).parent.parent / "vla_jax"
 # From the bottom to the top. A room is a module or a folder of vla_jax; those of one line do not
 # import one another. Inside a folder any order without a ring will do.
 ROOMS = (
-    "types",
+    "types files functions",
     "numerics",
     "bundles chunks validation",
-    "decay",
-    "implementations checks",
+    "implementations checks decay packing",
     "plan",
     "reference chunkwise pallas",
     "associative triton",
