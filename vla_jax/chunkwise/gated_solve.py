@@ -28,8 +28,8 @@ SPAN = 64
 
 # A row is done when its residual is below this share of the right-hand side; and the steps after
 # which it is left as it is, more than λ₀ from .01 of the largest β‖u‖² on ever takes.
-TOLERANCE = 1e-5
-COARSE_TOLERANCE = 1e-3
+TOLERANCE = 3e-6
+COARSE_TOLERANCE = 3e-4
 MAX_STEPS = 64
 
 # A token starts from the inverse at its chunk's start if at least so much of the penalty is left.
