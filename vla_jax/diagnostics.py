@@ -14,7 +14,17 @@ import jax.numpy as jnp
 
 from vla_jax import numerics, primitives, validation
 from vla_jax import plan as planning
-from vla_jax.types import WRITE_GAINS, Array, ArrayLike, Implementation, VLAState, WriteGain
+from vla_jax.chunkwise import gated_solve
+from vla_jax.chunkwise.gated_solve import Report as SolveReport
+from vla_jax.types import (
+    WRITE_GAINS,
+    Array,
+    ArrayLike,
+    Implementation,
+    PrecisionLike,
+    VLAState,
+    WriteGain,
+)
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -143,6 +153,89 @@ def inverse_drift(inverse: Array, penalty: Array, *, lambda0: ArrayLike = 0.1) -
     direct = numerics.positive_definite_inverse(_regularised(penalty, lambda0))
     difference = inverse.astype(direct.dtype) - direct
     return jnp.linalg.norm(difference, axis=(-2, -1)) / jnp.linalg.norm(direct, axis=(-2, -1))
+
+
+def solve_report(
+    rhs: Array,
+    direction: Array,
+    *,
+    lambda0: ArrayLike,
+    weight: Array | None = None,
+    log_decay: Array | None = None,
+    initial_penalty: Array | None = None,
+    segment_ids: Array | None = None,
+    chunk_size: int | None = None,
+    precision: PrecisionLike = None,
+) -> SolveReport:
+    """How the conjugate gradients of ``penalty_solve`` with gates go, a token and query head.
+
+    They end at a bound of steps whether or not they have converged, which takes a λ₀ below about
+    ``.01 β ‖u‖²``. Runs the solve of ``"xla"`` once more.
+
+    Args:
+      rhs, direction, lambda0, weight, log_decay, initial_penalty, segment_ids, chunk_size,
+        precision: as in ``vla_jax.penalty_solve``.
+
+    Returns:
+      ``SolveReport(residual, steps)``, ``[B, T, Hq]`` each: ``‖rhs − M x‖ / ‖rhs‖`` by the solver's
+      own recursion, and its steps, 0 in float64, which is solved directly.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    plan, inputs = planning.penalty_solve(
+        rhs, direction, lambda0=lambda0, weight=weight, log_decay=log_decay,
+        initial_penalty=initial_penalty, segment_ids=segment_ids, chunk_size=chunk_size,
+        implementation="xla", precision=precision,
+    )  # fmt: skip
+    return _solve_report(plan, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _solve_report(plan, inputs):
+    return gated_solve.report(plan, inputs)
+
+
+def solve_residual(
+    solution: Array,
+    rhs: Array,
+    direction: Array,
+    *,
+    lambda0: ArrayLike,
+    weight: Array | None = None,
+    log_decay: Array | None = None,
+    initial_penalty: Array | None = None,
+    segment_ids: Array | None = None,
+    chunk_size: int | None = None,
+    precision: PrecisionLike = None,
+) -> Array:
+    """``‖rhs − M solution‖ / ‖rhs‖`` of any solution, however it was found.
+
+    In float32 it rounds at about ``ε ‖M‖ ‖solution‖ / ‖rhs‖``.
+
+    Args:
+      solution: ``[B, T, Hq, D]``.
+      rhs, direction, lambda0, weight, log_decay, initial_penalty, segment_ids, chunk_size,
+        precision: as in ``vla_jax.penalty_solve``.
+
+    Returns:
+      ``[B, T, Hq]``, 0 for a ``rhs`` and a solution of zeros.
+
+    Raises:
+      ValueError, TypeError: for a bad argument, which the message names.
+    """
+    plan, inputs = planning.penalty_solve(
+        rhs, direction, lambda0=lambda0, weight=weight, log_decay=log_decay,
+        initial_penalty=initial_penalty, segment_ids=segment_ids, chunk_size=chunk_size,
+        implementation="xla", precision=precision,
+    )  # fmt: skip
+    solution = validation.array("solution", solution, inputs.rhs.shape, "[B, T, Hq, D]")
+    return _solve_residual(plan, inputs, solution)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _solve_residual(plan, inputs, solution):
+    return gated_solve.residual(plan, inputs, solution)
 
 
 # --- the memory --------------------------------------------------------------------------------
