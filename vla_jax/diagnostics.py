@@ -17,7 +17,6 @@ from vla_jax import plan as planning
 from vla_jax.chunkwise import gated_solve
 from vla_jax.chunkwise.gated_solve import Report as SolveReport
 from vla_jax.types import (
-    WRITE_GAINS,
     Array,
     ArrayLike,
     Implementation,
@@ -266,11 +265,11 @@ def state_norm(
     value: Array,
     direction: Array | None = None,
     *,
-    lambda0: ArrayLike = 0.1,
+    lambda0: ArrayLike | None = None,
     initial_state: VLAState | None = None,
     segment_ids: Array | None = None,
     mask: Array | None = None,
-    write_gain: WriteGain = "unit",
+    write_gain: WriteGain | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
     """Frobenius norm of the memory after every token.
@@ -292,10 +291,10 @@ def state_norm(
     key, value = sizes.check("key", key), sizes.check("value", value)
     if direction is not None:
         direction = sizes.check("direction", direction)
-    validation.choice("write_gain", write_gain, WRITE_GAINS)
     segment_ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
     mask = validation.mask(mask, sizes["B"], sizes["T"])
     dtype = numerics.accumulator_dtype(key.dtype, value.dtype)
+    chosen = planning.variant(write_gain, None, 1e-6, "write", dtype)
     state = planning.initial_fields(initial_state, sizes, dtype)
     unit_key = numerics.normalize(key.astype(dtype))
     u = numerics.penalty_direction(unit_key) if direction is None else direction
@@ -303,12 +302,12 @@ def state_norm(
     solution, _ = primitives.penalty_solve(
         unit_key,
         u.astype(dtype),
-        lambda0=lambda0,
+        lambda0=planning.LAMBDA0["write"] if lambda0 is None else lambda0,
         initial_penalty=state["penalty"],
         segment_ids=segment_ids,
         implementation=implementation,
     )
-    write_key = numerics.apply_write_gain(solution, unit_key, write_gain)
+    write_key = numerics.apply_write_gain(solution, unit_key, chosen.write_gain)
     restart = jnp.zeros(key.shape[:2], bool)
     if segment_ids is not None:
         restart = restart.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
