@@ -57,7 +57,6 @@ _MIXERS: Mapping[str, _Mixer] = {
         jax.nn.silu,
         True,
         ("beta", "log_decay"),
-        baselines.GATED_IMPLEMENTATIONS,
     ),
     "mesa": _Mixer(baselines.mesa_net, jax.nn.silu, True, ("beta",)),
 }

@@ -11,19 +11,18 @@ function                recurrence (k̂ = k / ‖k‖)                          
 ``linear_attention``    S ← S + v kᵀ, z ← z + k, o = S q / z·q                        D E + D
 ``delta_net``           S ← S + β (v − S k̂) k̂ᵀ, o = S q                              D E
 ``gated_delta_net``     S ← a S + β (v − a S k̂) k̂ᵀ, o = S q                          D E
-``mesa_net``            S ← S + β v k̂ᵀ, H ← H + β k̂ k̂ᵀ, o = S (λ₀ I + H)⁻¹ q        D E + D²
+``mesa_net``            S ← a S + β v k̂ᵀ, H ← a H + β k̂ k̂ᵀ, o = S (λ₀ I + H)⁻¹ q    D E + D²
 ``published_deltanet``  S ← diag(g) S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q / z·q       D E + D
 ``identity_attention``  VLA with A ≡ I: S ← S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q/z·q  D E + D
 ======================= ============================================================= ===========
 
-All but the gated two are compositions of ``penalty_solve`` and ``delta_rule``, and so have their
-implementations, chunkwise form and closed-form gradients.
+All but softmax and ``published_deltanet`` are compositions of ``penalty_solve`` and ``delta_rule``,
+and so have their implementations, chunkwise form and closed-form gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -32,8 +31,6 @@ import jax.numpy as jnp
 from vla_jax import chunks, numerics, primitives, validation
 from vla_jax import plan as planning
 from vla_jax.types import READOUTS, Array, ArrayLike, Implementation, PrecisionLike, Readout
-
-GATED_IMPLEMENTATIONS = ("reference", "xla")
 
 
 @jax.tree_util.register_dataclass
@@ -80,6 +77,22 @@ class _Tokens:
             return x
         present = self.present if x.ndim == 3 else self.present[..., None]
         return jnp.where(present, x, absent)
+
+    def gate(self, name: str, x: Any) -> Array | None:
+        """``beta`` or ``log_decay``, wide, 0 where the token is absent; None stays so.
+
+        Raises:
+          ValueError, TypeError: naming it; of its values where they are concrete.
+        """
+        if x is None:
+            return None
+        if name == "log_decay":
+            allowed, expected = lambda x: (x <= 0) & (x > -jnp.inf), "finite and not positive"
+        else:
+            allowed, expected = lambda x: (x >= 0) & (x < jnp.inf), "finite and not negative"
+        wide = self.per_token(name, x)
+        validation.values(name, wide, allowed, expected)
+        return wide
 
     def initial(self, state: Any, *optional: str) -> BaselineState:
         """The state to start from, with the ``optional`` fields and no other."""
@@ -241,16 +254,11 @@ def delta_net(
     Raises:
       As ``vla_attention``.
     """
-    t = _tokens(query, key, value, segment_ids, mask)
-    state = t.initial(initial_state, *_readout(readout, eps, t))
-    unit_key = t.unit_key
-    write_key = unit_key if beta is None else t.per_token("beta", beta)[..., None] * unit_key
-    out, memory = primitives.delta_rule(
-        t.query, unit_key, write_key, t.value,
-        initial_memory=state.memory, segment_ids=t.segment_ids,
-        chunk_size=chunk_size, implementation=implementation, precision=precision,
+    return gated_delta_net(
+        query, key, value, beta, initial_state=initial_state, segment_ids=segment_ids, mask=mask,
+        readout=readout, eps=eps, chunk_size=chunk_size, implementation=implementation,
+        precision=precision, return_state=return_state,
     )  # fmt: skip
-    return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
 def identity_attention(query: Array, key: Array, value: Array, **options: Any) -> Any:
@@ -266,6 +274,7 @@ def mesa_net(
     key: Array,
     value: Array,
     beta: Array | None = None,
+    log_decay: Array | None = None,
     *,
     lambda0: ArrayLike = 1.0,
     initial_state: BaselineState | None = None,
@@ -279,14 +288,15 @@ def mesa_net(
     """The ridge regression that MesaNet (von Oswald et al., 2025) approximates, solved exactly.
 
     The read-out at ``t`` is ``W q`` with ``W`` minimising
-    ``Σ_{s≤t} β_s ‖v_s − W k̂_s‖² + λ₀ ‖W‖²``: ``penalty_solve`` with the queries, then linear
-    attention on the solution. MesaNet's forgetting gate and its penalty for each channel are left
-    out.
+    ``Σ_{s≤t} Γ_ts β_s ‖v_s − W k̂_s‖² + λ₀ ‖W‖²``, ``Γ_ts`` the decay from ``s`` to ``t``:
+    ``penalty_solve`` with the queries, then linear attention on the solution. MesaNet's penalty for
+    each channel is left out.
 
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
       beta: ``[B, T, H]``, weights of the tokens, finite and not negative, checked where concrete;
-        None for 1. Second derivatives lose digits where it is small, and have none left at 0.
+        None for 1.
+      log_decay: ``[B, T, H]``, finite and not positive, checked where concrete; None for 0.
       lambda0: scalar or ``[H]``, positive.
       initial_state, segment_ids, mask, chunk_size, implementation, precision, return_state: as in
         ``vla_attention``.
@@ -300,40 +310,27 @@ def mesa_net(
     """
     t = _tokens(query, key, value, segment_ids, mask)
     state = t.initial(initial_state, "penalty")
-    heads = t.key.shape[2]
-    group = t.query.shape[2] // heads
-    unit_key = t.unit_key
-    direction = write_key = unit_key
-    if beta is not None:
-        weight = t.per_token("beta", beta, absent=1)[..., None]
-        allowed = lambda x: (x >= 0) & (x < jnp.inf)  # noqa: E731
-        validation.values("beta", weight, allowed, "finite and not negative")
-        # The penalty is linear in the weight, and √ is not differentiable at 0.
-        root = jnp.sqrt(weight + jnp.finfo(t.dtype).tiny)
-        direction, write_key = root * unit_key, weight * unit_key
+    unit_key, beta = t.unit_key, t.gate("beta", beta)
     options: dict[str, Any] = {
+        "log_decay": t.gate("log_decay", log_decay),
         "segment_ids": t.segment_ids,
         "chunk_size": chunk_size,
         "implementation": implementation,
         "precision": precision,
     }
-    each = functools.partial(jnp.repeat, repeats=group)
     solution, penalty = primitives.penalty_solve(
-        t.query.astype(t.dtype),
-        each(direction, axis=2),
-        lambda0=each(validation.lambda0(lambda0, heads, t.dtype), axis=0),
-        initial_penalty=each(state.penalty, axis=1),
-        **options,
-    )
+        t.query.astype(t.dtype), unit_key,
+        lambda0=lambda0, weight=beta, initial_penalty=state.penalty, **options,
+    )  # fmt: skip
     out, memory = primitives.delta_rule(
-        solution, jnp.zeros_like(unit_key), write_key, t.value,
+        solution, jnp.zeros_like(unit_key), _weighted(unit_key, beta), t.value,
         initial_memory=state.memory, **options,
     )  # fmt: skip
-    state = BaselineState(memory, penalty=penalty[:, ::group])
-    return _finish(out, t, state, "none", 1, return_state)
+    return _finish(out, t, BaselineState(memory, penalty=penalty), "none", 1, return_state)
 
 
-# --- gated ------------------------------------------------------------------------------------
+def _weighted(unit_key: Array, beta: Array | None) -> Array:
+    return unit_key if beta is None else beta[..., None] * unit_key
 
 
 def gated_delta_net(
@@ -349,7 +346,7 @@ def gated_delta_net(
     readout: Readout = "none",
     eps: float = 1e-6,
     chunk_size: int | None = None,
-    implementation: Literal["reference", "xla"] | None = None,
+    implementation: Implementation | None = None,
     precision: PrecisionLike = None,
     return_state: bool = False,
 ) -> Any:
@@ -357,45 +354,27 @@ def gated_delta_net(
 
     Args:
       query, key, value: as in ``vla_attention``; the keys are normalised inside.
-      beta: ``[B, T, H]``, None for 1.
+      beta: ``[B, T, H]``, finite and not negative, checked where concrete; None for 1.
       log_decay: ``[B, T, H]``, finite and not positive, checked where concrete: the logarithm of
-        ``a``. None for 0. (Sums of the logarithm are taken, so that nothing is divided by a
-        vanishing product.)
-      chunk_size: tokens of a chunk of ``"xla"``.
-      implementation: ``"xla"`` (chunkwise; None means it) or ``"reference"`` (token by token).
-      initial_state, segment_ids, mask, readout, eps, precision, return_state: as in
-        ``vla_attention``.
+        ``a``. None for 0.
+      initial_state, segment_ids, mask, readout, eps, chunk_size, implementation, precision,
+        return_state: as in ``vla_attention``; the key sum of the ratio does not decay.
 
     Returns:
       ``out [B, T, Hq, E]`` in the dtype of ``query``, or ``(out, BaselineState)``.
 
     Raises:
-      ValueError, TypeError: for a bad argument, which the message names.
+      As ``vla_attention``.
     """
     t = _tokens(query, key, value, segment_ids, mask)
     state = t.initial(initial_state, *_readout(readout, eps, t))
-    implementation = "xla" if implementation is None else implementation
-    validation.choice("implementation", implementation, GATED_IMPLEMENTATIONS)
-    if chunk_size is not None:
-        validation.positive("chunk_size", chunk_size, integer=True)
-        if implementation == "reference":
-            raise ValueError(f"implementation='reference' has no chunk_size, got {chunk_size}")
-    policy = numerics.policy(t.query, t.key, t.value, precision=precision)
-    ones = jnp.ones(t.key.shape[:3], t.dtype)
-    beta = ones if beta is None else t.per_token("beta", beta)
-    log_decay = 0 * ones if log_decay is None else t.per_token("log_decay", log_decay)
-    allowed = lambda x: (x <= 0) & (x > -jnp.inf)  # noqa: E731
-    validation.values("log_decay", log_decay, allowed, "finite and not positive")
     unit_key = t.unit_key
-    arguments = numerics.varying_alike(
-        (t.query, unit_key, beta[..., None] * unit_key, t.value, log_decay, state.memory)
-    )
-    if implementation == "reference":
-        *tokens, log_decay, memory = arguments
-        decay = jnp.exp(log_decay)[..., None]
-        out, memory = _decayed_scan(*tokens, decay, memory, t.segment_ids, decay_before_read=True)
-    else:
-        out, memory = _decayed_chunks(*arguments, t.segment_ids, policy, chunk_size)
+    out, memory = primitives.delta_rule(
+        t.query, unit_key, _weighted(unit_key, t.gate("beta", beta)), t.value,
+        log_decay=t.gate("log_decay", log_decay), initial_memory=state.memory,
+        segment_ids=t.segment_ids, chunk_size=chunk_size, implementation=implementation,
+        precision=precision,
+    )  # fmt: skip
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
@@ -438,26 +417,20 @@ def published_deltanet(
     validation.values("gate", gate, lambda x: (x >= 0) & (x <= 1), "between 0 and 1")
     unit_key = t.unit_key
     arguments = (t.query, unit_key, unit_key, t.value, gate, state.memory)
-    out, memory = _decayed_scan(
-        *numerics.varying_alike(arguments), t.segment_ids, decay_before_read=False
-    )
+    out, memory = _channel_scan(*numerics.varying_alike(arguments), t.segment_ids)
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
-@functools.partial(jax.jit, static_argnames="decay_before_read")
-def _decayed_scan(
-    query, key, write_key, value, decay, memory, segment_ids, *, decay_before_read
-):  # fmt: skip
-    """Token by token: the memory decays by ``decay [B, T, H, 1 or E]``, before or after ``S k``."""
+@jax.jit
+def _channel_scan(query, key, write_key, value, decay, memory, segment_ids):
+    """Token by token: after ``S k`` the memory decays by ``decay [B, T, H, E]``."""
     dtype = memory.dtype
 
     def step(memory, token):
         q, k, a, v, g, start = token
         memory = jnp.where(start[:, None, None, None], 0, memory)
-        decayed = g[..., None, :] * memory
-        seen = decayed if decay_before_read else memory
-        residual = v - jnp.einsum("bhde,bhd->bhe", seen, k, precision=_HIGHEST)
-        memory = decayed + a[..., :, None] * residual[..., None, :]
+        residual = v - jnp.einsum("bhde,bhd->bhe", memory, k, precision=_HIGHEST)
+        memory = g[..., None, :] * memory + a[..., :, None] * residual[..., None, :]
         return memory, jnp.einsum("bhgd,bhde->bhge", q, memory, precision=_HIGHEST)
 
     batch, length, heads, _ = key.shape
@@ -466,55 +439,8 @@ def _decayed_scan(
         start = start.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
     wide = (numerics.grouped(query, heads), key, write_key, value, decay)
     tokens = (*(jnp.moveaxis(x.astype(dtype), 1, 0) for x in wide), start.T)
-    memory, out = jax.lax.scan(step, memory, tokens, unroll=min(4, length))
+    memory, out = jax.lax.scan(step, memory, tokens, unroll=4)
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], -1), memory
 
 
 _HIGHEST = jax.lax.Precision.HIGHEST
-
-
-@functools.partial(jax.jit, static_argnames=("policy", "chunk_size"))
-def _decayed_chunks(
-    query, key, write_key, value, log_decay, memory, segment_ids, policy, chunk_size
-):  # fmt: skip
-    """The gated delta rule in chunks; autodiff gives its gradient.
-
-    With ``g`` the running sum of ``log a`` within the chunk and ``Γ[t, s] = exp(g_t − g_s)`` for
-    ``s ≤ t``, the residuals solve ``(I + strict_tril(Γ ∘ K Aᵀ)) E = V − exp(g) K S₀`` and
-    ``S_t = exp(g_t) S₀ + Σ_{s≤t} Γ[t, s] a_s e_sᵀ``. No exponent is positive, and each is a sum:
-    a difference of two ``g`` would lose what comes after a token that forgets all.
-    """
-    length, heads = key.shape[1:3]
-    chunk = min(chunk_size or chunks.DEFAULT_CHUNK_SIZE, length)
-    n = chunks.ceil_div(length, chunk)
-    dtype, dot = policy.accumulator, policy.dot
-    segments = chunks.segments_of(segment_ids, n, chunk)
-    q, k, a, v, log_a = (
-        chunks.split(x, n, chunk, dtype)
-        for x in (numerics.grouped(query, heads), key, write_key, value, log_decay[..., None])
-    )
-    cont, last, keep = chunks.masks(segments)
-    g = jnp.cumsum(log_a, axis=-2)  # [N, B, H, C, 1]
-    after = jnp.tri(chunk, k=-1, dtype=bool)  # [t, s]: t comes after s
-    gamma = jnp.exp(jnp.cumsum(jnp.where(after, log_a, 0), axis=-2))
-    identity = jnp.eye(chunk, dtype=dtype)
-    overlap = chunks.lower(dot("...td,...sd->...ts", k, a) * gamma, segments, -1)
-    inverse = numerics.triangular_inverse(overlap + identity)
-    grown = chunks.where(cont, jnp.exp(g))  # decay of the memory at the chunk's start
-    t_key = dot("...ts,...sd->...td", inverse, grown * k)
-    t_value = dot("...ts,...sd->...td", inverse, v)
-    a_end = chunks.where(last, jnp.swapaxes(gamma[..., -1:, :], -1, -2) * a)
-    carried = chunks.where(keep, jnp.exp(g[..., -1:, :]))  # [N, B, H, 1, 1]
-
-    def step(memory, inputs):
-        t_key, t_value, a_end, carried = inputs
-        residual = t_value - dot("...td,...de->...te", t_key, memory)
-        new = carried * memory + dot("...td,...te->...de", a_end, residual)
-        return new, (memory, residual)
-
-    memory, (starts, residual) = jax.lax.scan(step, memory, (t_key, t_value, a_end, carried))
-    scores = dot("nbhgtd,nbhsd->nbhgts", q, a) * gamma[:, :, :, None]
-    scores = chunks.lower(scores, chunks.per_group(segments))
-    out = dot("nbhgtd,nbhde->nbhgte", q * grown[:, :, :, None], starts)
-    out = out + dot("nbhgts,nbhse->nbhgte", scores, residual)
-    return chunks.join(out, length).reshape(*query.shape[:3], -1), memory
