@@ -91,30 +91,26 @@ def expected(call, *, ratio, normalize, eps=1e-6):
     values, d_out = {"final memory": memory}, call["d_out"]
     extra = {}
     if ratio:
-        heads = call["key"].shape[2]
-        groups = functools.partial(oracle._groups, heads=heads)
-        z, sums = call["key_sum"], np.zeros_like(call["key"])
-        for t, restart in enumerate(oracle._restarts(segments, *call["key"].shape[:2])):
-            z = sums[:, t] = oracle._cleared(z, restart) + call["key"][:, t]
-        weight = np.maximum(np.einsum("bthgd,bthd->bthg", groups(call["query"]), sums), eps)
-        d_numerator, d_query, d_raw_key, d_sum = oracle._ratio_grad(
-            groups(d_out),
-            groups(out),
-            groups(call["query"]),
-            call["key"],
-            call["key_sum"],
-            call["d_key_sum"],
-            segments,
-            eps,
+        groups = functools.partial(oracle._groups, heads=call["key"].shape[2])
+        key, query = call["key"], groups(call["query"])
+        sums, _ = oracle.key_sums(key, initial=call["key_sum"], segment_ids=segments)
+        weight = np.maximum(np.einsum("bthgd,bthd->bthg", query, sums), eps)
+        d_numerator, d_query, d_sums = oracle._ratio_grad(
+            groups(d_out), groups(out), query, sums, eps
         )
+        d_sums[:, -1] += call["d_key_sum"]
+        ones = np.ones(key.shape[:3])
+        gate = {"weight": ones, "log_decay": 0 * ones, "initial": call["key_sum"]}
+        d_sum = oracle.key_sums_grad(d_sums, key, segment_ids=segments, **gate)
         out = (groups(out) / weight[..., None]).reshape(out.shape)
         d_out = d_numerator.reshape(d_out.shape)
-        extra = {"d raw_key": d_raw_key, "d key_sum": d_sum}
-        values["final key_sum"] = z
+        extra = {"d raw_key": d_sum["key"], "d key_sum": d_sum["key_sum"]}
+        values["final key_sum"] = sums[:, -1]
     grads = oracle.delta_rule_grad(d_out, call["d_memory"], *inputs, **rule)
     if ratio:
         grads["query"] = grads["query"] + d_query.reshape(grads["query"].shape)
-    values |= {"out": out} | {f"d {n}": x for n, x in grads.items()} | extra
+    given = ("query", "key", "write_key", "value", "memory")
+    values |= {"out": out} | {f"d {n}": grads[n] for n in given} | extra
     return values
 
 
