@@ -30,14 +30,22 @@ import jax
 import jax.numpy as jnp
 
 from vla_jax import chunks, numerics, primitives, reference, validation
-from vla_jax.types import READOUTS, Array, ArrayLike, Implementation, PrecisionLike, Readout
+from vla_jax.types import (
+    READOUTS,
+    Array,
+    ArrayLike,
+    Arrays,
+    Implementation,
+    PrecisionLike,
+    Readout,
+)
 
 GATED_IMPLEMENTATIONS = ("reference", "xla")
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BaselineState:
+@dataclasses.dataclass(frozen=True, eq=False)
+class BaselineState(Arrays):
     """What a baseline carries from token to token, float32 (float64 with float64 inputs).
 
     Attributes:
@@ -471,7 +479,7 @@ def _decayed_scan(
         start = start.at[:, 1:].set(segment_ids[:, 1:] != segment_ids[:, :-1])
     wide = (reference.grouped(query, heads), key, write_key, value, decay)
     tokens = (*(jnp.moveaxis(x.astype(dtype), 1, 0) for x in wide), start.T)
-    memory, out = jax.lax.scan(step, memory, tokens, unroll=min(4, length))
+    memory, out = jax.lax.scan(step, memory, tokens, unroll=4)
     return jnp.moveaxis(out, 0, 1).reshape(*query.shape[:3], -1), memory
 
 
@@ -490,7 +498,7 @@ def _decayed_chunks(
     a difference of two ``g`` would lose what comes after a token that forgets all.
     """
     length, heads = key.shape[1:3]
-    chunk = min(chunk_size or chunks.DEFAULT_CHUNK_SIZE, length)
+    chunk = chunks.chunk_of(length, chunk_size)
     n = chunks.ceil_div(length, chunk)
     dtype, dot = policy.accumulator, policy.dot
     segments = chunks.segments_of(segment_ids, n, chunk)
