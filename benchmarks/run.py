@@ -30,9 +30,10 @@ import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the device
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
 
 import cases  # noqa: E402
+import commands  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -416,6 +417,14 @@ def main(argv):
     peers = FLAGS.peers
     if peers is None:
         peers = ["softmax", "fla_linear", "fla_delta", "fla_mesa"] if gpu else ["softmax"]
+    found = versions()
+    try:
+        out = commands.directory(FLAGS.out_dir)
+        stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
+        for suffix in (".json", ".png"):
+            commands.output(stem.with_name(stem.name + suffix), "name")
+    except ValueError as error:
+        sys.exit(f"run: {error}")
     jobs = []
     for name, case in selected():
         arrays = draw(case, dtype)
@@ -428,10 +437,6 @@ def main(argv):
         mine = {(r.implementation, slice_case(c), r.dtype) for r, c in mine if not peer(r)}
         for job in mine:  # kept; what fails is raised where the row is measured
             pool.submit(check, *job)
-    out = pathlib.Path(FLAGS.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    found = versions()
-    stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
     rows = []
     for (row, case, arrays, programs), compiled in zip(jobs, futures, strict=True):
         if programs is not None:

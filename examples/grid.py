@@ -12,6 +12,7 @@ again; the same command goes on where the last one was stopped or killed.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -23,7 +24,8 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -32,14 +34,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from commands import Interrupted, Lock, directory, plain_output, said, signals
 from flax import nnx
 from grid_report import Row, report
 from model import Model, ModelConfig, parameter_count, state_floats
 from tasks import Batch, Task
 from tqdm import tqdm
-from training import TEST, TRAIN, VALIDATION, TrainConfig, _interrupts, _replacing, batch
+from training import TEST, TRAIN, VALIDATION, TrainConfig, batch
 
 import vla_jax
+from vla_jax.files import replacing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -309,13 +313,18 @@ class Training:
         self.state = program.init()
         self.untrained: list[Any] = []
         if partial.exists():
-            self._load()
+            try:
+                self._load()
+            except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+                print(f"{partial} is damaged ({said(error)}): {self.cell} begins anew",
+                      file=sys.stderr, flush=True)  # fmt: skip
 
     def _load(self) -> None:
-        with np.load(self.path, allow_pickle=False) as saved:
+        with open(self.path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             meta = json.loads(str(saved["meta"]))
             leaves = [saved[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.state)))]
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), map(jnp.asarray, leaves))
+        structure = jax.tree.structure(self.state)
+        self.state = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])
         self.step, self.seconds, self.history = meta["step"], meta["seconds"], meta["history"]
         self.untrained = meta["untrained"]
         self.ended = np.asarray(meta["ended"], object)
@@ -337,7 +346,7 @@ class Training:
         buffer = io.BytesIO()
         np.savez(buffer, meta=np.asarray(json.dumps(meta)), **leaves)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(self.path) as temporary:
+        with replacing(self.path) as temporary:
             temporary.write_bytes(buffer.getvalue())
 
     def _validate(self) -> np.ndarray:
@@ -466,11 +475,23 @@ def _finite(x: np.ndarray) -> list[Any]:
 
 
 def read_rows(path: pathlib.Path) -> list[Row]:
-    """The rows of a JSON-lines file; a last line that a kill cut short is left out."""
+    """The rows of a JSON-lines file; a last line that a kill cut short is left out.
+
+    Raises:
+      ValueError: naming a line that is no JSON.
+    """
     if not path.exists():
         return []
-    lines = path.read_text("utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    rows = []
+    for number, line in enumerate(path.read_text("utf-8").split("\n")[:-1], 1):
+        try:
+            rows += [json.loads(line)] if line else []
+        except ValueError as error:
+            raise ValueError(
+                f"{path} is damaged at line {number} ({said(error)}): remove that line, and its "
+                "run is made again"
+            ) from error
+    return rows
 
 
 def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -479,7 +500,7 @@ def append_rows(path: pathlib.Path, rows: Sequence[Row]) -> None:
     if path.exists():
         old = path.read_bytes()
         if not old.endswith(b"\n"):
-            with _replacing(path) as temporary:
+            with replacing(path) as temporary:
                 temporary.write_bytes(old[: old.rfind(b"\n") + 1])
     text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -519,11 +540,30 @@ def run(
     """Runs what is missing and reports; whether everything is there.
 
     Raises:
-      KeyboardInterrupt: after Ctrl-C, once the cell under way is saved.
+      Interrupted: after Ctrl-C or SIGTERM, once the cell under way is saved.
+      ValueError: if the directory cannot be written to, is in use, or holds damaged rows.
     """
     begun = time.perf_counter()
-    out_dir = pathlib.Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    with locked(out_dir) as out_dir:
+        return _locked_run(experiment, preset, cells, out_dir, options, begun)
+
+
+@contextlib.contextmanager
+def locked(out_dir: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """A directory that can be written to, and that belongs to this process within.
+
+    Raises:
+      ValueError: if it cannot be.
+    """
+    path = directory(out_dir)
+    lock = Lock(path)
+    try:
+        yield path
+    finally:
+        lock.release()
+
+
+def _locked_run(experiment, preset, cells, out_dir, options, begun) -> bool:
     path = out_dir / "runs.jsonl"
     done = {row["id"] for row in read_rows(path)}
     wanted = {cell.run_id(*r) for cell in cells for r in cell.runs()}
@@ -535,11 +575,11 @@ def run(
         return limit is not None and time.perf_counter() - begun > limit
 
     if missing and options.time_limit != 0:
-        with _interrupts() as interrupted:
+        with signals() as interrupted:
             stop = lambda: interrupted() or late()  # noqa: E731
             complete = _run(experiment, preset, missing, done, path, stop, options)
-            if interrupted():
-                raise KeyboardInterrupt
+            if number := interrupted():
+                raise Interrupted(number)
     report(experiment, preset, [r for r in read_rows(path) if r["id"] in wanted], out_dir)
     return complete
 
@@ -665,16 +705,28 @@ def _one_cpu_thread() -> None:
         os.environ["XLA_FLAGS"] = f"{given} {flag}=false".strip()
 
 
+def direct(name: str, out_dir: str, function: Callable[[pathlib.Path], None]) -> None:
+    """Runs what trains nothing in its directory; its rows are there whenever it is stopped."""
+    try:
+        with locked(out_dir) as path:
+            function(path)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {said(error)}")
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on from here.")
+        sys.exit(130)
+
+
 def _main(experiment: Experiment, argv: list[str]) -> None:
     name = experiment.name
+    plain_output()
     _one_cpu_thread()
     if len(argv) > 1:
         sys.exit(f"{name}: unexpected argument {argv[1]!r}")
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
     if values.preset in experiment.direct:
-        pathlib.Path(out_dir).mkdir(parents=True, exist_ok=True)
-        experiment.direct[values.preset](pathlib.Path(out_dir))
+        direct(name, out_dir, experiment.direct[values.preset])
         return
     ahead = values.compile_ahead
     if ahead is None:
@@ -683,11 +735,11 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
     try:
         cells = _choose(experiment.presets[values.preset](), values)
         complete = run(experiment, values.preset, cells, out_dir, options)
-    except ValueError as error:
-        sys.exit(f"{name}: {error}")
-    except KeyboardInterrupt:
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {said(error)}")
+    except KeyboardInterrupt as error:
         print("\nInterrupted; the same command goes on from here.")
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 130))
     if not complete:
         print("Not all runs are there yet; the same command goes on from here.")
     print(pathlib.Path(out_dir) / "runs.jsonl")

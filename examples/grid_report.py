@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from arms import ARMS
 from matplotlib.figure import Figure
-from training import _replacing
+
+from vla_jax.files import replacing
 
 if TYPE_CHECKING:
     from grid import Experiment
@@ -59,7 +60,7 @@ def report(
         return None
     found = outcomes(rows)
     text = table(experiment, preset, found)
-    with _replacing(out_dir / "table.md") as temporary:
+    with replacing(out_dir / "table.md") as temporary:
         temporary.write_text(text, "utf-8")
     stem = f"{experiment.name}-{preset}"
     plot_outcomes(experiment, preset, found, out_dir / f"{stem}.png")
@@ -200,7 +201,7 @@ def _draw(axes: Any, arm: str, x: Sequence[float], values: Sequence[Sequence[flo
 def _save(figure: Figure, drawn: Mapping[str, Any], title: str, path: pathlib.Path) -> None:
     figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize="small")
     figure.suptitle(title)
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         figure.savefig(temporary, dpi=200)
 
 

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
+from commands import append, output, plain_output, said
 from flax import nnx
 from lm import PRESETS
 from model import MIXERS, Model, ModelConfig, parameter_count, with_parameter_count
@@ -99,16 +100,21 @@ def main(argv: list[str]) -> None:
     """Measures every model at every context."""
     if len(argv) > 1:
         sys.exit(f"latency: unexpected argument {argv[1]!r}")
+    plain_output()
     for text in _CONTEXTS.value:
         if not text.isdecimal() or not int(text):
             sys.exit(f"latency: --contexts must be positive whole numbers, got {text!r}")
     base = PRESETS[_PRESET.value]
-    for mixer in _MODELS.value:
-        try:
+    configs = {}
+    try:
+        if _APPEND.value is not None:
+            output(_APPEND.value, "append")
+        for mixer in _MODELS.value:
             config = dataclasses.replace(base, mixer=mixer)
-            config = with_parameter_count(config, parameter_count(base))
-        except ValueError as error:
-            sys.exit(f"latency: {error}")
+            configs[mixer] = with_parameter_count(config, parameter_count(base))
+    except ValueError as error:
+        sys.exit(f"latency: {error}")
+    for mixer, config in configs.items():
         for context in map(int, _CONTEXTS.value):
             line = {
                 "model": mixer,
@@ -131,8 +137,10 @@ def main(argv: list[str]) -> None:
             }
             print(json.dumps(line), flush=True)
             if _APPEND.value is not None:
-                with open(_APPEND.value, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                try:
+                    append(_APPEND.value, line)
+                except OSError as error:
+                    sys.exit(f"latency: {said(error)}")
 
 
 if __name__ == "__main__":

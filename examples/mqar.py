@@ -19,6 +19,7 @@ import sys
 
 import jax
 from absl import app, flags, logging
+from commands import plain_output, said
 from model import MIXERS, ModelConfig
 from tasks import LAYOUTS, MQAR
 from training import Run, SettingsError, TrainConfig, make_mesh
@@ -114,6 +115,7 @@ def main(argv: list[str]) -> None:
     """Trains, or resumes, or reports a finished run."""
     if len(argv) > 1:
         sys.exit(f"mqar: unexpected argument {argv[1]!r}")
+    plain_output()
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)  # orbax is talkative
     if _NUM_PROCESSES.value > 1:
@@ -126,16 +128,18 @@ def main(argv: list[str]) -> None:
     except SettingsError as error:
         sys.exit(f"mqar: {error} with --overwrite")
     except (OSError, ValueError) as error:
-        sys.exit(f"mqar: {error}")
+        sys.exit(f"mqar: {said(error)}")
     if run.finished:
         print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")
     elif run.step:
         print(f"Resuming {run.out_dir} after step {run.step}.", flush=True)
     try:
         result = run.train(progress=_PROGRESS.value)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"\nInterrupted after step {run.step}; the same command goes on from the checkpoint.")
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 130))
+    except (FloatingPointError, OSError) as error:
+        sys.exit(f"mqar: {said(error)}")
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         # A collective that fails while it is started raises a ValueError.
         lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)

@@ -27,10 +27,10 @@ import numpy as np
 from arms import SEEDS
 from grid_report import Row, style
 from matplotlib.figure import Figure
-from training import _replacing
 
 import vla_jax
 from vla_jax import baselines, numerics
+from vla_jax.files import replacing
 
 DIM, TRIALS, LAMBDA0 = 32, 256, 0.1
 RECALL_PAIRS = (4, 8, 16, 24, 32, 48, 64, 96)
@@ -140,7 +140,7 @@ def _report(rows: list[Row], out_dir: pathlib.Path) -> None:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside right upper", fontsize="small")
     figure.suptitle("One pass, no training")
-    with _replacing(out_dir / "recall.png") as temporary:
+    with replacing(out_dir / "recall.png") as temporary:
         figure.savefig(temporary, dpi=200)
 
 

@@ -22,12 +22,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from commands import plain_output
 from grid_report import Row, style
 from matplotlib.figure import Figure
-from training import _replacing
 
 import vla_jax
 from vla_jax import baselines, diagnostics, layer, numerics, ops, primitives, reference
+from vla_jax.files import replacing
 
 _PRESET = flags.DEFINE_enum("preset", "published", ["published", "fair", "smoke"], "Which ones.")
 _OUT_DIR = flags.DEFINE_string("out_dir", None, "Where they are kept; runs/state_norm by default.")
@@ -560,7 +561,7 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
         one.grid(alpha=0.3)
         if series:
             one.legend(fontsize="x-small")
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         figure.savefig(temporary, dpi=200)
 
 
@@ -568,9 +569,9 @@ def main(argv: list[str]) -> None:
     """Runs a preset."""
     if len(argv) > 1:
         sys.exit(f"state_norm: unexpected argument {argv[1]!r}")
-    out_dir = pathlib.Path(_OUT_DIR.value or "runs/state_norm")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    run(_PRESET.value, out_dir)
+    plain_output()
+    out_dir = _OUT_DIR.value or "runs/state_norm"
+    grid.direct("state_norm", out_dir, functools.partial(run, _PRESET.value))
 
 
 if __name__ == "__main__":

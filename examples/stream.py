@@ -15,6 +15,7 @@ import time
 from typing import BinaryIO
 
 from absl import app, flags, logging
+from commands import plain_output, replaceable, said
 from lm import Line, Reader, describe
 from training import load_model
 
@@ -31,16 +32,19 @@ def main(argv: list[str]) -> None:
     """Reads."""
     if len(argv) > 1:
         sys.exit(f"stream: unexpected argument {argv[1]!r}")
+    plain_output()
     if not flags.FLAGS["verbosity"].present:
         logging.set_verbosity(logging.WARNING)
     try:
+        if _SESSION.value is not None:
+            replaceable(_SESSION.value, "session")
         if _FILE.value == "-":
             _stream(sys.stdin.buffer)
         else:
             with open(_FILE.value, "rb") as file:
                 _stream(file)
     except (ValueError, OSError) as error:
-        sys.exit(f"stream: {error}")
+        sys.exit(f"stream: {said(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
 
