@@ -113,7 +113,9 @@ def _scaled(logits: Array, temperature: float, top_k: int | None, top_p: float |
     # Below the likeliest: a quotient that overflows is −∞ then, and never NaN.
     likeliest = jnp.max(logits, axis=-1, keepdims=True)
     divisor = jnp.asarray(min(temperature, float(jnp.finfo(logits.dtype).max)), logits.dtype)
-    logits = jnp.where(logits == likeliest, 0, (logits - likeliest) / divisor)
+    # The quotient may be a product with a reciprocal that is 0, and −∞ times 0 is NaN.
+    quotient = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - likeliest) / divisor)
+    logits = jnp.where(logits == likeliest, 0, quotient)
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
