@@ -29,6 +29,7 @@ import time
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+import commands  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -261,6 +262,11 @@ def main(argv=None):
     if options.devices > jax.device_count():
         sys.exit(f"multi_device: {options.devices} devices asked for, {jax.device_count()} here")
     devices = jax.devices()[: options.devices]
+    try:
+        commands.directory(pathlib.Path(options.out).parent, "out")
+        out = commands.output(options.out, "out")
+    except ValueError as error:
+        sys.exit(f"multi_device: {error}")
     results = {
         "device": devices[0].device_kind,
         "devices": len(devices),
@@ -271,8 +277,6 @@ def main(argv=None):
         },
         "command": [pathlib.Path(sys.argv[0]).name, *(sys.argv[1:] if argv is None else argv)],
     }  # fmt: skip
-    out = pathlib.Path(options.out)
-    out.parent.mkdir(parents=True, exist_ok=True)
     for part in options.parts:
         results[part] = globals()[part](options, devices)
         print(part, json.dumps(results[part]), flush=True)

@@ -30,9 +30,10 @@ import time
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch shares the device
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "examples")]
 
 import cases  # noqa: E402
+import commands  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -417,10 +418,14 @@ def main(argv):
     peers = FLAGS.peers
     if peers is None:
         peers = ["softmax", "fla_linear", "fla_delta", "fla_mesa"] if gpu else ["softmax"]
-    out = pathlib.Path(FLAGS.out_dir)
-    out.mkdir(parents=True, exist_ok=True)
     found = versions()
-    stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
+    try:
+        out = commands.directory(FLAGS.out_dir)
+        stem = out / (FLAGS.name or f"{found['device'].replace(' ', '-') or 'cpu'}-{dtype}")
+        for suffix in (".json", ".png"):
+            commands.output(stem.with_name(stem.name + suffix), "name")
+    except ValueError as error:
+        sys.exit(f"run: {error}")
     if FLAGS.only_plot:
         kept = json.loads(stem.with_name(stem.name + ".json").read_text())["rows"]
         plot([Row(**row) for row in kept], stem.with_name(stem.name + ".png"))

@@ -10,7 +10,7 @@ command without ``--prompt`` goes on; at most the chunk under way is written aga
 
 from __future__ import annotations
 
-import pathlib
+import os
 import sys
 import time
 from typing import Any
@@ -18,10 +18,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
+from commands import check_arguments, replaceable, said
 from jax.tree_util import Partial
 from lm import describe, functions
 from model import Model
-from training import check_arguments, load_model
+from training import load_model
 
 from vla_jax import generation, serialization
 
@@ -44,8 +45,8 @@ def main(argv: list[str]) -> None:
     check_arguments("generate", argv)
     try:
         _generate()
-    except ValueError as error:
-        sys.exit(f"generate: {error}")
+    except (ValueError, OSError) as error:
+        sys.exit(f"generate: {said(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -64,17 +65,17 @@ def _generate() -> None:
     if not all(byte.isdecimal() and int(byte) < 256 for byte in filter(None, _STOP.value)):
         raise ValueError(f"--stop must be numbers from 0 to 255, got {','.join(_STOP.value)}")
     shown = _PROMPT.value
-    model, config = load_model(_RUN.value)
-    path = None if _SESSION.value is None else pathlib.Path(_SESSION.value)
+    path = None if _SESSION.value is None else replaceable(_SESSION.value, "session")
     if path is not None and len(shown) > 1:
         raise ValueError("--session takes one --prompt")
+    model, config = load_model(_RUN.value)
     at = _fresh(model, len(shown))
-    prompts = [b"\0" + prompt.encode() for prompt in shown]  # the start of a document
+    prompts = [b"\0" + os.fsencode(prompt) for prompt in shown]  # the start of a document
     if path is not None and path.exists():
         at = serialization.load(path, at)
         if not flags.FLAGS["prompt"].present:
             shown = [""]
-        prompts = [prompt.encode() for prompt in shown]
+        prompts = [os.fsencode(prompt) for prompt in shown]
     key, drawn = jax.random.wrap_key_data(at["key"]), int(at["drawn"][0])
     prefill, step = functions(model)
     if any(prompts):
@@ -106,7 +107,7 @@ def _generate() -> None:
     )
     written = [b"" for _ in prompts]
     if len(prompts) == 1:
-        _write(shown[0].encode())
+        _write(os.fsencode(shown[0]))
     produced, timed, start = 0, 0, time.perf_counter()
     for i, chunk in enumerate(chunks):
         for row, (tokens, length) in enumerate(zip(chunk.tokens, chunk.lengths, strict=True)):
@@ -128,7 +129,7 @@ def _generate() -> None:
     seconds = time.perf_counter() - start
     if len(prompts) > 1:
         for prompt, text in zip(shown, written, strict=True):
-            _write(f"--- {prompt}".encode() + text + b"\n")
+            _write(b"--- " + os.fsencode(prompt) + text + b"\n")
     speed = (
         f"{timed / seconds:,.0f} bytes per second after the first {_CHUNK.value}, " if timed else ""
     )

@@ -13,6 +13,7 @@ the last one was stopped or killed.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
@@ -23,7 +24,8 @@ import pathlib
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import flax
@@ -32,24 +34,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
+from commands import Interrupted, Lock, check_arguments, directory, said, signals
 from flax import nnx
 from grid_report import report
 from model import Model, ModelConfig, parameter_count, state_floats
 from rows import Row, Table, digest
 from tasks import Batch, Task
 from tqdm import tqdm
-from training import (
-    TEST,
-    TRAIN,
-    VALIDATION,
-    TrainConfig,
-    _interrupts,
-    _replacing,
-    batch,
-    check_arguments,
-)
+from training import TEST, TRAIN, VALIDATION, TrainConfig, batch
 
 import vla_jax
+from vla_jax.files import replacing
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,13 +313,18 @@ class Training:
         self.state = program.init()
         self.untrained: list[Any] = []
         if partial.exists():
-            self._load()
+            try:
+                self._load()
+            except (ValueError, OSError, EOFError, KeyError, zipfile.BadZipFile) as error:
+                print(f"{partial} is damaged ({said(error)}): {self.cell} begins anew",
+                      file=sys.stderr, flush=True)  # fmt: skip
 
     def _load(self) -> None:
-        with np.load(self.path, allow_pickle=False) as saved:
+        with open(self.path, "rb") as file, np.load(file, allow_pickle=False) as saved:
             meta = json.loads(str(saved["meta"]))
             leaves = [saved[f"leaf{i}"] for i in range(len(jax.tree.leaves(self.state)))]
-        self.state = jax.tree.unflatten(jax.tree.structure(self.state), map(jnp.asarray, leaves))
+        structure = jax.tree.structure(self.state)
+        self.state = jax.tree.unflatten(structure, [jnp.asarray(leaf) for leaf in leaves])
         self.step, self.seconds, self.history = meta["step"], meta["seconds"], meta["history"]
         self.untrained = meta["untrained"]
         self.ended = np.asarray(meta["ended"], object)
@@ -346,7 +346,7 @@ class Training:
         buffer = io.BytesIO()
         np.savez(buffer, meta=np.asarray(json.dumps(meta)), **leaves)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with _replacing(self.path) as temporary:
+        with replacing(self.path) as temporary:
             temporary.write_bytes(buffer.getvalue())
 
     def _validate(self) -> np.ndarray:
@@ -530,11 +530,30 @@ def run(
     """Runs what is missing and reports; whether everything is there.
 
     Raises:
-      KeyboardInterrupt: after Ctrl-C, once the cell under way is saved.
+      Interrupted: after Ctrl-C or SIGTERM, once the cell under way is saved.
+      ValueError: if the directory cannot be written to, is in use, or holds damaged rows.
     """
     begun = time.perf_counter()
-    out_dir = pathlib.Path(out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
+    with locked(out_dir) as out_dir:
+        return _locked_run(experiment, preset, cells, out_dir, options, begun)
+
+
+@contextlib.contextmanager
+def locked(out_dir: str | os.PathLike[str]) -> Iterator[pathlib.Path]:
+    """A directory that can be written to, and that belongs to this process within.
+
+    Raises:
+      ValueError: if it cannot be.
+    """
+    path = directory(out_dir)
+    lock = Lock(path)
+    try:
+        yield path
+    finally:
+        lock.release()
+
+
+def _locked_run(experiment, preset, cells, out_dir, options, begun) -> bool:
     done = {row["id"] for row in RUNS.read(out_dir)}
     wanted = {cell.run_id(*r) for cell in cells for r in cell.runs()}
     missing = [left for cell in cells if (left := _left(cell, done)) is not None]
@@ -545,11 +564,11 @@ def run(
         return limit is not None and time.perf_counter() - begun > limit
 
     if missing and options.time_limit != 0:
-        with _interrupts() as interrupted:
+        with signals() as interrupted:
             stop = lambda: interrupted() or late()  # noqa: E731
             complete = _run(experiment, preset, missing, done, out_dir, stop, options)
-            if interrupted():
-                raise KeyboardInterrupt
+            if number := interrupted():
+                raise Interrupted(number)
     report(experiment, preset, [r for r in RUNS.read(out_dir) if r["id"] in wanted], out_dir)
     return complete
 
@@ -675,6 +694,18 @@ def _one_cpu_thread() -> None:
         os.environ["XLA_FLAGS"] = f"{given} {flag}=false".strip()
 
 
+def direct(name: str, out_dir: str, function: Callable[[pathlib.Path], None]) -> None:
+    """Runs what trains nothing in its directory; its rows are there whenever it is stopped."""
+    try:
+        with locked(out_dir) as path:
+            function(path)
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {said(error)}")
+    except KeyboardInterrupt:
+        print("\nInterrupted; the same command goes on from here.")
+        sys.exit(130)
+
+
 def _main(experiment: Experiment, argv: list[str]) -> None:
     name = experiment.name
     _one_cpu_thread()
@@ -682,8 +713,7 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
     values = flags.FLAGS
     out_dir = values.out_dir or f"runs/{name}-{values.preset}"
     if values.preset in experiment.direct:
-        pathlib.Path(out_dir).mkdir(parents=True, exist_ok=True)
-        experiment.direct[values.preset](pathlib.Path(out_dir))
+        direct(name, out_dir, experiment.direct[values.preset])
         return
     ahead = values.compile_ahead
     if ahead is None:
@@ -692,11 +722,11 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
     try:
         cells = _choose(experiment.presets[values.preset](), values)
         complete = run(experiment, values.preset, cells, out_dir, options)
-    except ValueError as error:
-        sys.exit(f"{name}: {error}")
-    except KeyboardInterrupt:
+    except (ValueError, OSError) as error:
+        sys.exit(f"{name}: {said(error)}")
+    except KeyboardInterrupt as error:
         print("\nInterrupted; the same command goes on from here.")
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 130))
     if not complete:
         print("Not all runs are there yet; the same command goes on from here.")
     print(RUNS.path(pathlib.Path(out_dir)))

@@ -13,7 +13,8 @@ from arms import ARMS
 from matplotlib.figure import Figure
 from PIL import Image
 from rows import Row
-from training import _replacing
+
+from vla_jax.files import replacing
 
 if TYPE_CHECKING:
     from grid import Experiment
@@ -61,7 +62,7 @@ def report(
         return None
     found = outcomes(rows)
     text = table(experiment, preset, found)
-    with _replacing(out_dir / "table.md") as temporary:
+    with replacing(out_dir / "table.md") as temporary:
         temporary.write_text(text, "utf-8")
     stem = f"{experiment.name}-{preset}"
     plot_outcomes(experiment, preset, found, out_dir / f"{stem}.png")
@@ -203,7 +204,7 @@ def save_figure(figure: Figure, path: pathlib.Path) -> None:
     """Writes a plot as a PNG of 64 colours: a third of the size, to be kept beside the rows."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         Image.open(drawn).convert("RGB").quantize(64).save(temporary, optimize=True)
 
 

@@ -24,10 +24,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from absl import app, flags
+from commands import append, check_arguments, output, said
 from flax import nnx
 from lm import PRESETS
 from model import MIXERS, Model, ModelConfig, parameter_count, with_parameter_count
-from training import check_arguments
 
 import vla_jax
 from vla_jax import serialization
@@ -103,12 +103,16 @@ def main(argv: list[str]) -> None:
         if not text.isdecimal() or not int(text):
             sys.exit(f"latency: --contexts must be positive whole numbers, got {text!r}")
     base = PRESETS[_PRESET.value]
-    for mixer in _MODELS.value:
-        try:
+    configs = {}
+    try:
+        if _APPEND.value is not None:
+            output(_APPEND.value, "append")
+        for mixer in _MODELS.value:
             config = dataclasses.replace(base, mixer=mixer)
-            config = with_parameter_count(config, parameter_count(base))
-        except ValueError as error:
-            sys.exit(f"latency: {error}")
+            configs[mixer] = with_parameter_count(config, parameter_count(base))
+    except ValueError as error:
+        sys.exit(f"latency: {error}")
+    for mixer, config in configs.items():
         for context in map(int, _CONTEXTS.value):
             line = {
                 "model": mixer,
@@ -131,8 +135,10 @@ def main(argv: list[str]) -> None:
             }
             print(json.dumps(line), flush=True)
             if _APPEND.value is not None:
-                with open(_APPEND.value, "a", encoding="utf-8") as file:
-                    file.write(json.dumps(line) + "\n")
+                try:
+                    append(_APPEND.value, line)
+                except OSError as error:
+                    sys.exit(f"latency: {said(error)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from commands import append
 from flax import nnx
 from jax.tree_util import Partial
 from model import Model, ModelConfig, ModelState
@@ -22,6 +23,7 @@ from text import Split
 from training import TEST, Run, eval_step
 
 from vla_jax import serialization
+from vla_jax.files import replacing
 
 # Models of bytes by the machine that they are for. The read-out without a ratio: with it, a layer
 # norm's ε fades what is far beyond the length of training.
@@ -90,9 +92,8 @@ class LanguageRun(Run):
         """As in ``Run``; the log goes on from the checkpoint."""
         self._metrics = self.out_dir / "metrics.jsonl"
         if not self.finished:
-            temporary = self._metrics.with_suffix(".partial")
-            temporary.write_text("".join(json.dumps(p) + "\n" for p in self.history), "utf-8")
-            temporary.replace(self._metrics)
+            with replacing(self._metrics) as temporary:
+                temporary.write_text("".join(json.dumps(p) + "\n" for p in self.history), "utf-8")
         return super().train(progress)
 
     def _record(self, point: dict[str, float]) -> None:
@@ -101,8 +102,7 @@ class LanguageRun(Run):
         seen = point["step"] * self.config.batch_size * self.task.length
         point.update(bytes=seen, seconds=round(self.seconds, 2))
         super()._record(point)
-        with self._metrics.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(point) + "\n")
+        append(self._metrics, point)
         if self._events is not None:
             for name in sorted(point.keys() - {"step"}):
                 self._events.add_scalar(name, point[name], int(point["step"]))
@@ -116,6 +116,7 @@ class LanguageRun(Run):
             if count:
                 loss, _ = eval_step(self.graphdef, self.state.params, rows)
                 nats += float(loss) * count
+        self._require_finite(nats, self.step)
         report: dict[str, Any] = {
             "bits_per_byte": nats / math.log(2) / held_out.num_bytes,
             **held_out.gzip_bits_per_byte(),

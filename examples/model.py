@@ -22,6 +22,7 @@ from ngrams import NGrams
 
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
 from vla_jax.nnx import VariationalLinearAttention
+from vla_jax.types import Arrays
 
 EMBEDDING_STD = 0.02
 
@@ -187,8 +188,8 @@ class Block(nnx.Module):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class ModelState:
+@dataclasses.dataclass(frozen=True, eq=False)
+class ModelState(Arrays):
     """What the model keeps of sequences: a pytree whose arrays all have the batch axis first.
 
     Attributes:

@@ -19,9 +19,10 @@ import sys
 
 import jax
 from absl import app, flags
+from commands import check_arguments, said
 from model import MIXERS, ModelConfig
 from tasks import LAYOUTS, MQAR
-from training import Run, TrainConfig, begin, check_arguments, make_mesh
+from training import Run, TrainConfig, begin, make_mesh
 
 from vla_jax.implementations import NAMES as IMPLEMENTATIONS
 from vla_jax.layer import DIRECTIONS
@@ -121,9 +122,11 @@ def main(argv: list[str]) -> None:
     run = begin("mqar", _run)
     try:
         result = run.train(progress=_PROGRESS.value)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"\nInterrupted after step {run.step}; the same command goes on from the checkpoint.")
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 130))
+    except (FloatingPointError, OSError) as error:
+        sys.exit(f"mqar: {said(error)}")
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         # A collective that fails while it is started raises a ValueError.
         lost = isinstance(error, jax.errors.JaxRuntimeError) or "Gloo" in str(error)

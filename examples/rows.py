@@ -19,7 +19,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from training import _replacing
+from vla_jax.files import replacing
 
 Row = dict[str, Any]
 
@@ -53,7 +53,8 @@ class Table:
         """The rows that are there, in the order in which they were appended.
 
         Raises:
-          ValueError: if the file has other columns or names a cell that is not there.
+          ValueError: if the file has other columns or a damaged line, or names a cell that is not
+        there.
         """
         path = self.path(directory)
         lines = list(csv.reader(_lines(path)))
@@ -66,12 +67,18 @@ class Table:
             )
         cells = self._cells(directory)
         rows = []
-        for line in lines[1:]:
-            row = {
-                name: field if name in self._text else json.loads(field)
-                for name, field in zip(self._header, line, strict=True)
-                if field
-            }
+        for number, line in enumerate(lines[1:], 2):
+            try:
+                row = {
+                    name: field if name in self._text else json.loads(field)
+                    for name, field in zip(self._header, line, strict=True)
+                    if field
+                }
+            except ValueError as error:
+                raise ValueError(
+                    f"{path} is damaged at line {number} ({error}): remove that line, and its run "
+                    "is made again"
+                ) from error
             if self.shared:
                 key = row.pop("cell")
                 if key not in cells:
@@ -128,7 +135,7 @@ def _append(path: pathlib.Path, text: str) -> None:
     if path.exists():
         old = path.read_bytes()
         if old and not old.endswith(b"\n"):
-            with _replacing(path) as temporary:
+            with replacing(path) as temporary:
                 temporary.write_bytes(old[: old.rfind(b"\n") + 1])
     data = text.encode()
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+from commands import check_arguments
 from grid_report import save_figure, style
 from matplotlib.figure import Figure
 from rows import Row, Table
-from training import check_arguments
 
 import vla_jax
 from vla_jax import baselines, diagnostics, layer, numerics, ops, primitives, reference
@@ -574,9 +574,8 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
 def main(argv: list[str]) -> None:
     """Runs a preset."""
     check_arguments("state_norm", argv)
-    out_dir = pathlib.Path(_OUT_DIR.value or "runs/state_norm")
-    out_dir.mkdir(parents=True, exist_ok=True)
-    run(_PRESET.value, out_dir)
+    out_dir = _OUT_DIR.value or "runs/state_norm"
+    grid.direct("state_norm", out_dir, functools.partial(run, _PRESET.value))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import time
 from typing import BinaryIO
 
 from absl import app, flags
+from commands import check_arguments, replaceable, said
 from lm import Line, Reader, describe
-from training import check_arguments, load_model
+from training import load_model
 
 _RUN = flags.DEFINE_string("run", "runs/lm", "Directory of a run of train_lm.py.")
 _FILE = flags.DEFINE_string("file", None, "What to read; - for standard input.", required=True)
@@ -31,13 +32,15 @@ def main(argv: list[str]) -> None:
     """Reads."""
     check_arguments("stream", argv)
     try:
+        if _SESSION.value is not None:
+            replaceable(_SESSION.value, "session")
         if _FILE.value == "-":
             _stream(sys.stdin.buffer)
         else:
             with open(_FILE.value, "rb") as file:
                 _stream(file)
     except (ValueError, OSError) as error:
-        sys.exit(f"stream: {error}")
+        sys.exit(f"stream: {said(error)}")
     except KeyboardInterrupt:
         sys.exit(130)
 

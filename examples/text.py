@@ -6,6 +6,7 @@ import dataclasses
 import gzip
 import hashlib
 import itertools
+import os
 import pathlib
 import sysconfig
 from collections.abc import Iterator
@@ -183,7 +184,7 @@ class Text:
             name = file.relative_to(path)
             skipped = {"site-packages", "dist-packages", "__pycache__"} & set(name.parts)
             if not skipped and not any(part.startswith(".") for part in name.parts):
-                files.append((hashlib.sha256(name.as_posix().encode()).digest(), file))
+                files.append((hashlib.sha256(os.fsencode(name.as_posix())).digest(), file))
         documents: list[list[bytes]] = [[], [], []]
         for digest, file in sorted(files):  # in the order of the digests: shuffled, always alike
             if file.is_file() and (data := file.read_bytes()):

@@ -27,10 +27,11 @@ import sys
 from typing import Any
 
 from absl import app, flags
+from commands import append, check_arguments, directory, output, said
 from lm import PRESETS, LanguageRun
 from model import MIXERS, ModelConfig, parameter_count, with_parameter_count
 from text import Text
-from training import TrainConfig, begin, check_arguments
+from training import TrainConfig, begin
 
 from vla_jax.implementations import NAMES as IMPLEMENTATIONS
 from vla_jax.layer import DIRECTIONS
@@ -167,6 +168,11 @@ def _run() -> LanguageRun:
     _use_preset()
     if not all(x.isdecimal() for x in _CONTEXTS.value):
         raise ValueError(f"--contexts must be whole numbers, got {','.join(_CONTEXTS.value)}")
+    if any(int(x) < 2 for x in _CONTEXTS.value):
+        raise ValueError(f"--contexts must be at least 2, got {','.join(_CONTEXTS.value)}")
+    directory(_OUT_DIR.value)  # before the text is read
+    if _APPEND.value is not None:
+        output(_APPEND.value, "append")
     task: Any = Text(_DATA.value, _SEQ_LEN.value, _PATTERN.value)
     print(task.describe(), flush=True)
     model = _model(task.vocab_size)
@@ -182,6 +188,9 @@ def _run() -> LanguageRun:
         b2=_B2.value,
         accumulate=None if _ACCUMULATE.value == 1 else _ACCUMULATE.value,
     )
+    for size in map(int, _CONTEXTS.value):
+        if size % min(2048, size):
+            raise ValueError(f"--contexts above 2048 must be multiples of it, got {size}")
     run = LanguageRun(task, model, training, _OUT_DIR.value, overwrite=_OVERWRITE.value)
     run.test_bytes, run.contexts = _TEST_BYTES.value, [int(x) for x in _CONTEXTS.value]
     if _TENSORBOARD.value:
@@ -195,9 +204,11 @@ def main(argv: list[str]) -> None:
     run = begin("train_lm", _run)
     try:
         result = run.train(progress=_PROGRESS.value)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print(f"\nInterrupted after step {run.step}; the same command goes on from the checkpoint.")
-        sys.exit(130)
+        sys.exit(getattr(error, "code", 130))
+    except (FloatingPointError, OSError) as error:
+        sys.exit(f"train_lm: {said(error)}")
     except NotImplementedError as error:
         sys.exit(f"train_lm: {error}")
     finally:
@@ -208,8 +219,10 @@ def main(argv: list[str]) -> None:
     print(json.dumps({name: result[name] for name in shown}))
     if _APPEND.value is not None:
         about = {name: result[name] for name in (*shown, "device", "versions", "settings")}
-        with open(_APPEND.value, "a", encoding="utf-8") as file:
-            file.write(json.dumps(about) + "\n")
+        try:
+            append(_APPEND.value, about)
+        except OSError as error:
+            sys.exit(f"train_lm: {said(error)}; the result is in {run.result_path}")
     print(run.result_path)
 
 

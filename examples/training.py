@@ -9,17 +9,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import hashlib
 import json
 import math
 import os
 import pathlib
 import platform
 import shutil
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import flax
@@ -28,12 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
-from absl import flags, logging
+from commands import Interrupted, Lock, directory, said, signals
 from flax import nnx
 from model import Model, ModelConfig
 from tasks import Batch, Task
 
 import vla_jax
+from vla_jax.files import replacing
 
 try:
     from tqdm import tqdm
@@ -113,8 +113,26 @@ class TrainConfig:
                 schedule,
                 b2=0.999 if self.b2 is None else self.b2,
                 weight_decay=self.weight_decay,
+                mask=decays,
             ),
         )
+
+
+_MATRICES = {"kernel", "embedding"}
+_GATES = {"gate", "beta", "decay", "log_decay", "beta_proj", "decay_proj"}
+
+
+def decays(params: Any) -> Any:
+    """Which parameters weight decay acts on: kernels and embeddings, but not those of gates.
+
+    Decay of a bias, a scale or a logarithm pulls it to a value that means nothing in particular.
+    """
+
+    def decayed(path: Any, _: Any) -> bool:
+        names = set(jax.tree_util.keystr(path, simple=True, separator=".").split("."))
+        return bool(names & _MATRICES) and not names & _GATES
+
+    return jax.tree_util.tree_map_with_path(decayed, params)
 
 
 RunT = TypeVar("RunT", bound="Run")
@@ -136,7 +154,11 @@ class Scores(NamedTuple):
 
 
 class SettingsError(ValueError):
-    """The directory holds a run with other settings."""
+    """The directory holds what this run cannot go on from."""
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written."""
 
 
 def batch(task: Task, config: TrainConfig, stream: int, index: int) -> Batch:
@@ -284,9 +306,13 @@ class Run:
       mesh: from ``make_mesh``, to train on many devices; no setting of the run: it may be resumed
         on another one.
 
+    The directory belongs to the run until ``close``, or until the process ends. The checkpoint
+    before takes the place of one that cannot be read, which is put aside as ``damaged-STEP``.
+
     Raises:
-      SettingsError: if the directory holds a run with other settings.
-      ValueError: if the batch or the sequence cannot be sharded over the mesh.
+      SettingsError: if the directory holds a run with other settings, or one that is damaged.
+      ValueError: if the batch or the sequence cannot be sharded over the mesh, or the directory
+        cannot be written to or is in use.
     """
 
     def __init__(
@@ -307,14 +333,28 @@ class Run:
                 raise ValueError(f"{name} = {size} is not divisible by {axis}:{mesh.shape[axis]}")
         if mesh is not None and "context" in mesh.shape and set(model_config.mixers) != {"vla"}:
             raise ValueError("a mesh with a context axis needs mixer 'vla' in every layer")
-        self.out_dir = pathlib.Path(out_dir).resolve()
-        self.out_dir.mkdir(parents=True, exist_ok=True)
+        self.out_dir = directory(out_dir)
+        try:
+            str(self.out_dir).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"out_dir must be UTF-8, got {str(self.out_dir)!r}") from error
         self.result_path = self.out_dir / "result.json"
         self._settings_path = self.out_dir / "settings.json"
-        checkpoints = self.out_dir / "checkpoints"
-        self._check_settings(checkpoints, overwrite)
+        # Of several processes the first one holds the directory that all of them write to.
+        self._lock = Lock(self.out_dir) if jax.process_index() == 0 else None
+        try:
+            self._open(self.out_dir / "checkpoints", overwrite)
+        except BaseException:
+            self._release()
+            raise
 
-        self.graphdef, params = nnx.split(Model(model_config, nnx.Rngs(config.seed)))
+    def _open(self, checkpoints: pathlib.Path, overwrite: bool) -> None:
+        config, mesh = self.config, self.mesh
+        self._check_settings(checkpoints, overwrite)
+        if jax.process_index() == 0:
+            for left in self.out_dir.glob(".*.partial*"):  # by a process that was killed
+                left.unlink(missing_ok=True)
+        self.graphdef, params = nnx.split(Model(self.model_config, nnx.Rngs(config.seed)))
         trees = params, config.optimizer().init(params)
         self.state = TrainState(0, *place(trees, mesh, jax.P()))
         self.history: list[dict[str, float]] = []
@@ -340,10 +380,15 @@ class Run:
     def _check_settings(self, checkpoints: pathlib.Path, overwrite: bool) -> None:
         if overwrite and jax.process_index() == 0:
             shutil.rmtree(checkpoints, ignore_errors=True)
-            for old in (self._settings_path, self.result_path):
+            for old in (self._settings_path, self.result_path, self.out_dir / _DIGESTS):
                 old.unlink(missing_ok=True)
+        if self.finished:
+            try:
+                self.result()
+            except ValueError:
+                self._put_aside(self.result_path, "it is written anew")
         if self._settings_path.exists():
-            found = _flat(json.loads(self._settings_path.read_text("utf-8")))
+            found = _flat(_read_settings(self._settings_path))
             asked = _flat(self.settings())
             differences = [
                 f"{name} is {found.get(name)!r} there and {asked.get(name)!r} here"
@@ -360,6 +405,14 @@ class Run:
                 f"{self.out_dir} holds a run without its settings.json. "
                 "Choose another directory, or overwrite it"
             )
+
+    def _put_aside(self, path: pathlib.Path, instead: str) -> None:
+        """Moves what is damaged out of the way, as ``damaged-NAME``, and says so."""
+        aside = self.out_dir / f"damaged-{path.name}"
+        print(f"{path} is damaged; {instead} ({aside.name} keeps it)", file=sys.stderr, flush=True)
+        if jax.process_index() == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(path, aside)
 
     def result(self) -> dict[str, Any] | None:
         """What the finished run wrote, or None if it is not finished."""
@@ -383,29 +436,51 @@ class Run:
     def train(self, progress: bool = True) -> dict[str, Any]:
         """Trains to the end and returns the result; a finished run only returns it.
 
-        Ctrl-C ends it after the step that is under way: a checkpoint is saved and KeyboardInterrupt
-        raised; another run in the same directory resumes. A second Ctrl-C does not wait.
+        Ctrl-C and SIGTERM end it after the step that is under way: a checkpoint is saved (but by
+        one of several processes: the others are not at the same step) and ``Interrupted`` raised;
+        another run in the same directory resumes. A second signal does not wait.
 
         Raises:
-          KeyboardInterrupt: after Ctrl-C.
-          FloatingPointError: if the loss is not finite.
+          Interrupted: after Ctrl-C or SIGTERM; a KeyboardInterrupt.
+          FloatingPointError: if the loss, or what a checkpoint would hold, is not finite. Nothing
+            of it is saved.
+          CheckpointError: if a checkpoint cannot be written.
         """
         if (result := self.result()) is not None:
             return result
         self._start = time.perf_counter()
-        with _interrupts() as requested:
+        with signals() as requested:
             for _ in self._steps(progress):
-                if requested():
-                    self._save()
-                    raise KeyboardInterrupt
+                if number := requested():
+                    if jax.process_count() == 1:
+                        self._save()
+                    raise Interrupted(number)
                 if self.step % self.config.checkpoint_every == 0:
                     self._save()
             self._save()
+            requested.waits = False  # all is saved
+            if number := requested():
+                raise Interrupted(number)
             return self._finish()
 
     def close(self) -> None:
-        """Releases the checkpoint directory."""
+        """Releases the directory."""
         self._manager.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+
+    def _require_finite(self, loss: float, step: int) -> None:
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} at step {step}; {self._last_good()}")
+
+    def _last_good(self) -> str:
+        step = self._manager.latest_step()
+        if step is None:
+            return "no checkpoint has been saved before"
+        return f"the last good checkpoint is that of step {step}"
 
     def _steps(self, progress: bool) -> Iterator[None]:
         config = self.config
@@ -421,12 +496,12 @@ class Run:
                 point: dict[str, float] = {}
                 if step % config.log_every == 0:
                     loss, accuracy = map(float, train)
-                    if not math.isfinite(loss):
-                        raise FloatingPointError(f"the loss is {loss} at step {step}")
+                    self._require_finite(loss, step)
                     bar.set_postfix(loss=f"{loss:.3f}", accuracy=f"{accuracy:.3f}")
                     point.update(loss=loss, accuracy=accuracy)
                 if step % config.eval_every == 0 or step == config.steps:
                     held_out = self._evaluate(params, VALIDATION, config.eval_batches)
+                    self._require_finite(held_out.loss, step)
                     point.update(eval_loss=held_out.loss, eval_accuracy=held_out.accuracy)
                 if point:
                     self._record({"step": step, **point})
@@ -451,23 +526,68 @@ class Run:
     def _save(self) -> None:
         if self._manager.latest_step() == self.step:
             return
-        if not self._settings_path.exists() and jax.process_index() == 0:
-            _write_json(self._settings_path, self.settings())
+        # Numbers may be finite and no use: what they give is looked at too.
+        self._require_finite(self._evaluate(self.state.params, VALIDATION, 1).loss, self.step)
+        if not bool(_all_finite(self.state[1:])):
+            raise FloatingPointError(
+                f"the parameters are not finite at step {self.step}; {self._last_good()}"
+            )
         meta = {"history": self.history, "seconds": self.seconds}
-        self._manager.save(
-            self.step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(_by_name(self.state[1:])), meta=ocp.args.JsonSave(meta)
-            ),
-        )
+        try:
+            if not self._settings_path.exists() and jax.process_index() == 0:
+                _write_json(self._settings_path, self.settings())
+            self._manager.save(
+                self.step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(_by_name(self.state[1:])),
+                    meta=ocp.args.JsonSave(meta),
+                ),
+            )
+            if jax.process_index() == 0:
+                self._note_digests()
+        except (OSError, ValueError) as error:
+            if jax.process_count() > 1 and not isinstance(error, OSError):
+                raise  # a process that is lost
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} cannot be written to {self.out_dir} "
+                f"({said(error)}); {self._last_good()}"
+            ) from error
+
+    def _note_digests(self) -> None:
+        """Writes what the files of the checkpoints must be, to tell later whether they are."""
+        known = _known_digests(self.out_dir)
+        known.pop(str(self.step), None)
+        steps = map(str, self._manager.all_steps())
+        found = {s: known.get(s) or _digests(self.out_dir / "checkpoints" / s) for s in steps}
+        _write_json(self.out_dir / _DIGESTS, found)
 
     def _restore(self) -> None:
-        self.state, meta = _restore(self._manager, self.state[1:])
+        while (step := self._manager.latest_step()) is not None:
+            try:
+                self.state, meta = _restore(self._manager, step, self.state[1:])
+                break
+            except Exception as error:  # orbax raises many, Exception itself among them
+                earlier = [s for s in self._manager.all_steps() if s < step]
+                if not earlier:
+                    raise SettingsError(
+                        f"{self.out_dir} holds no checkpoint that can be read (of step {step}: "
+                        f"{said(error)[:200]}). Choose another directory, or overwrite it"
+                    ) from error
+                self._put_aside(
+                    self.out_dir / "checkpoints" / str(step),
+                    f"the run goes on from the checkpoint of step {max(earlier)}",
+                )
+                if jax.process_index() == 0:
+                    known = _known_digests(self.out_dir)
+                    known.pop(str(step), None)  # another one of this step may come
+                    _write_json(self.out_dir / _DIGESTS, known)
+                self._manager.reload()
         self.history = meta["history"]
         self._earlier_seconds = meta["seconds"]
 
     def _finish(self) -> dict[str, Any]:
         held_out = self._evaluate(self.state.params, TEST, 4 * self.config.eval_batches)
+        self._require_finite(held_out.loss, self.step)
         settings = self.settings()
         result = {
             "model": ",".join(self.model_config.layers or [self.model_config.mixer]),
@@ -495,14 +615,6 @@ class Run:
         return result
 
 
-def check_arguments(name: str, argv: Sequence[str]) -> None:
-    """Ends a command that was given more than flags; without --verbosity it is to be quiet."""
-    if len(argv) > 1:
-        sys.exit(f"{name}: unexpected argument {argv[1]!r}")
-    if not flags.FLAGS["verbosity"].present:
-        logging.set_verbosity(logging.WARNING)  # orbax is talkative
-
-
 def begin(name: str, make: Callable[[], RunT]) -> RunT:
     """The run of a command, with a line on where it stands; ends if its flags do not fit."""
     try:
@@ -510,7 +622,7 @@ def begin(name: str, make: Callable[[], RunT]) -> RunT:
     except SettingsError as error:
         sys.exit(f"{name}: {error} with --overwrite")
     except (OSError, ValueError) as error:
-        sys.exit(f"{name}: {error}")
+        sys.exit(f"{name}: {said(error)}")
     if run.finished:
         print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")
     elif run.step:
@@ -522,27 +634,105 @@ def load_model(run_dir: str | os.PathLike[str]) -> tuple[Model, ModelConfig]:
     """The model of the latest checkpoint of a run.
 
     Raises:
-      ValueError: if the directory holds no run, or none that has come to a checkpoint.
+      ValueError: if the directory holds no run, none that has come to a checkpoint, or one that
+        cannot be read.
     """
     run_dir = pathlib.Path(run_dir).resolve()
+    path = run_dir / "settings.json"
     try:
-        settings = json.loads((run_dir / "settings.json").read_text("utf-8"))
+        settings = _read_settings(path)
     except OSError as error:
         raise ValueError(f"{run_dir} holds no trained model: no settings.json") from error
-    model_config, config = ModelConfig(**settings["model"]), TrainConfig(**settings["training"])
+    model_config = _configuration(path, "model", settings["model"], ModelConfig)
+    config = _configuration(path, "training", settings["training"], TrainConfig)
+    if not (run_dir / "checkpoints").is_dir():
+        raise ValueError(f"{run_dir} holds no checkpoint")
     graphdef, params = nnx.split(Model(model_config, nnx.Rngs(0)))
     with ocp.CheckpointManager(
-        run_dir / "checkpoints", options=ocp.CheckpointManagerOptions(read_only=True)
+        run_dir / "checkpoints",
+        options=ocp.CheckpointManagerOptions(create=False, enable_async_checkpointing=False),
     ) as manager:
-        if manager.latest_step() is None:
-            raise ValueError(f"{run_dir} holds no checkpoint")
-        state, _ = _restore(manager, (params, config.optimizer().init(params)))
-    return nnx.merge(graphdef, state.params), model_config
+        steps = sorted(manager.all_steps(), reverse=True)
+        trees = params, config.optimizer().init(params)
+        for step in steps:
+            try:
+                state, _ = _restore(manager, step, trees)
+                return nnx.merge(graphdef, state.params), model_config
+            except Exception as error:  # orbax raises many, Exception itself among them
+                print(f"{run_dir}: the checkpoint of step {step} is damaged "
+                      f"({said(error)[:200]})", file=sys.stderr, flush=True)  # fmt: skip
+    raise ValueError(f"{run_dir} holds no checkpoint" + " that can be read" * bool(steps))
 
 
-def _restore(manager: ocp.CheckpointManager, trees: Any) -> tuple[TrainState, dict[str, Any]]:
-    """The latest checkpoint as ``(state, meta)``; ``trees`` are like its parameters and so on."""
-    step, named = manager.latest_step(), _by_name(trees)
+def _read_settings(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """``settings.json``: groups of keys."""
+    try:
+        settings = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise SettingsError(
+            f"{path} is damaged ({said(error)}). Choose another directory, or overwrite it"
+        ) from error
+    groups = ("task", "model", "training")
+    if not isinstance(settings, dict) or not all(
+        isinstance(settings.get(group), dict) for group in groups
+    ):
+        raise SettingsError(
+            f"{path} must hold an object with the keys {', '.join(groups)}. "
+            "Choose another directory, or overwrite it"
+        )
+    return settings
+
+
+def _configuration(path: pathlib.Path, group: str, values: dict[str, Any], kind: Any) -> Any:
+    known = {field.name for field in dataclasses.fields(kind)}
+    for key in values.keys() - known:
+        raise ValueError(
+            f"{path} has the key {key!r} in {group!r}, which these examples do not know: use those "
+            "that trained the model, or remove the key if it has no effect there"
+        )
+    try:
+        return kind(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has no use as {group!r}: {said(error)}") from error
+
+
+_DIGESTS = "checkpoints.json"  # {step: {file: SHA-256}}
+
+
+def _known_digests(run_dir: pathlib.Path) -> dict[str, dict[str, str]]:
+    try:
+        known = json.loads((run_dir / _DIGESTS).read_text("utf-8"))
+    except (OSError, ValueError):  # nothing is known then
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _digests(checkpoint: pathlib.Path) -> dict[str, str]:
+    files = sorted(path for path in checkpoint.rglob("*") if path.is_file())
+    return {
+        path.relative_to(checkpoint).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+    }
+
+
+@jax.jit
+def _all_finite(trees: Any) -> jax.Array:
+    leaves = [x for x in jax.tree.leaves(trees) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in leaves]))
+
+
+def _restore(
+    manager: ocp.CheckpointManager, step: int, trees: Any
+) -> tuple[TrainState, dict[str, Any]]:
+    """A checkpoint as ``(state, meta)``; ``trees`` are like its parameters and so on."""
+    checkpoint = pathlib.Path(manager.directory) / str(step)
+    expected = _known_digests(checkpoint.parents[1]).get(str(step))
+    if expected is not None:  # orbax prints pages about files that are not what they were
+        found = _digests(checkpoint)
+        for name in sorted(expected.keys() | found.keys()):
+            if expected.get(name) != found.get(name):
+                raise ValueError(f"{name} is not what it was")
+    named = _by_name(trees)
     restored = manager.restore(
         step,
         args=ocp.args.Composite(state=ocp.args.StandardRestore(named), meta=ocp.args.JsonRestore()),
@@ -566,31 +756,6 @@ def _bar(total: int, initial: int, shown: bool) -> contextlib.AbstractContextMan
     return tqdm(total=total, initial=initial, unit="step", disable=not shown)
 
 
-@contextlib.contextmanager
-def _interrupts() -> Iterator[Callable[[], bool]]:
-    """Within, the first Ctrl-C only makes the yielded function return True; a second one raises.
-
-    Raised inside a compilation or a checkpoint, KeyboardInterrupt is lost or fatal in places.
-    """
-    requested = False
-
-    def handler(number, frame):
-        nonlocal requested
-        if requested:
-            signal.default_int_handler(number, frame)
-        requested = True
-
-    usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not usual or threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    signal.signal(signal.SIGINT, handler)
-    try:
-        yield lambda: requested
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def _by_name(tree: Any) -> dict[str, jax.Array]:
     """The leaves of a tree by their path: a checkpoint then depends on no class."""
     leaves, _ = jax.tree.flatten_with_path(tree)
@@ -601,19 +766,8 @@ def _flat(settings: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {f"{group}.{k}": v for group, values in settings.items() for k, v in values.items()}
 
 
-@contextlib.contextmanager
-def _replacing(path: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A temporary path beside ``path`` that takes its place if nothing goes wrong."""
-    temporary = path.with_name(f".{path.stem}.partial{path.suffix}")
-    try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def _write_json(path: pathlib.Path, data: Any) -> None:
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         temporary.write_text(json.dumps(data, indent=2, allow_nan=False) + "\n", "utf-8")
 
 
@@ -632,5 +786,5 @@ def _plot(history: list[dict[str, float]], result: dict[str, Any], path: pathlib
         f"{result['name']}, {result['model']}: accuracy {result['eval_accuracy']:.4f} "
         f"after {result['steps']} steps"
     )
-    with _replacing(path) as temporary:
+    with replacing(path) as temporary:
         figure.savefig(temporary, dpi=150)

@@ -18,7 +18,7 @@ from flax import nnx
 from vla_jax import baselines, implementations, layer, numerics, validation
 from vla_jax.baselines import BaselineState
 from vla_jax.layer import LayerConfig
-from vla_jax.types import Array, DTypeLike, Implementation, PrecisionLike, Readout
+from vla_jax.types import Array, Arrays, DTypeLike, Implementation, PrecisionLike, Readout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +65,8 @@ BASELINES = tuple(_MIXERS)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BaselineLayerState:
+@dataclasses.dataclass(frozen=True, eq=False)
+class BaselineLayerState(Arrays):
     """What a baseline layer carries: a pytree of arrays of constant size.
 
     Attributes:
@@ -85,7 +85,7 @@ class _Scaffold(nnx.Module):
 
     def _create(self, config: LayerConfig, rngs: nnx.Rngs) -> None:
         validation.instance("rngs", rngs, nnx.Rngs)
-        self.config = config
+        self.config = config.without_initializers()
         for group, members in layer.parameters(config).items():
             values = {n: nnx.Param(p.init(rngs.params(), config.param_dtype))
                       for n, p in members.items()}  # fmt: skip
@@ -271,8 +271,8 @@ class BaselineAttention(_Scaffold):
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Cache:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Cache(Arrays):
     """What softmax attention keeps of a sequence, in room for ``W`` tokens.
 
     Attributes:

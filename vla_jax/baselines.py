@@ -30,12 +30,20 @@ import jax.numpy as jnp
 
 from vla_jax import chunks, numerics, primitives, validation
 from vla_jax import plan as planning
-from vla_jax.types import READOUTS, Array, ArrayLike, Implementation, PrecisionLike, Readout
+from vla_jax.types import (
+    READOUTS,
+    Array,
+    ArrayLike,
+    Arrays,
+    Implementation,
+    PrecisionLike,
+    Readout,
+)
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class BaselineState:
+@dataclasses.dataclass(frozen=True, eq=False)
+class BaselineState(Arrays):
     """What a baseline carries from token to token, float32 (float64 with float64 inputs).
 
     Attributes:

@@ -117,6 +117,12 @@ def ceil_div(length: int, size: int) -> int:
     return -(-length // size)
 
 
+def chunk_of(length: int, chunk_size: int | None = None) -> int:
+    """Tokens of a chunk: at most the sequence, unless its length is a symbol of ``jax.export``."""
+    size = chunk_size or DEFAULT_CHUNK_SIZE
+    return size if jax.export.is_symbolic_dim(length) else min(size, length)
+
+
 # --- scans over chunks -------------------------------------------------------------------------
 
 
@@ -189,7 +195,7 @@ def causal_sum(
 ) -> tuple[Array, Array]:
     """``z_t = z_0 + Σ_{s≤t} x_s`` within segments: ``([B, T, H, D], the last [B, H, D])``."""
     batch, length, *rest = x.shape
-    chunk = min(DEFAULT_CHUNK_SIZE, length)
+    chunk = chunk_of(length)
     n = ceil_div(length, chunk)
     # All heads in one product: as they lie, without a copy.
     x = padded(x.astype(policy.accumulator), n, chunk).reshape(batch, n, chunk, -1)
@@ -220,7 +226,7 @@ class Blocks(NamedTuple):
     @classmethod
     def of(cls, length: int, chunk_size: int | None, span: int | None = SUPER_CHUNK) -> Blocks:
         """``span=None`` is one block of all chunks."""
-        chunk = min(chunk_size or DEFAULT_CHUNK_SIZE, length)
+        chunk = chunk_of(length, chunk_size)
         chunks = ceil_div(length, chunk)
         blocks = ceil_div(chunks, span or chunks)
         return cls(length, chunk, ceil_div(chunks, blocks), blocks)

@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -29,15 +30,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from vla_jax import validation
-from vla_jax.types import Array
+from vla_jax.types import Array, Arrays
+
+NO_TOKEN = -1  # what ``sample`` draws from NaN under jit
 
 Prefill = Callable[[Array, Array], tuple[Array, Any]]
 Step = Callable[[Array, Any], tuple[Array, Any]]
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Generation:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Generation(Arrays):
     """What was generated; a pytree.
 
     Attributes:
@@ -69,33 +72,55 @@ def sample(
     Args:
       logits: ``[..., V]``, floating point.
       key: a random key; None only with ``temperature=0``.
-      temperature: divides the logits; 0 takes the likeliest token.
+      temperature: divides the logits; 0 takes the likeliest token, and so does in the limit
+        whatever is near it.
       top_k: draw from the so many likeliest tokens (and those as likely as the last of them).
       top_p: draw from the fewest likeliest tokens whose probabilities, after ``temperature`` and
         ``top_k``, reach this sum.
 
     Returns:
-      ``[...]`` int32.
+      ``[...]`` int32; under ``jit``, where nothing can be raised, ``NO_TOKEN`` (−1) for a row with
+      NaN.
 
     Raises:
-      ValueError, TypeError: naming the argument that is wrong.
+      ValueError, TypeError: naming the argument that is wrong; NaN among the logits is.
     """
     _check_sampling(temperature, top_k, top_p)
+    if isinstance(logits, np.ndarray):
+        validation.native_order("logits", logits)
     if not isinstance(logits, jax.Array | np.ndarray) or not jnp.issubdtype(
         logits.dtype, jnp.floating
     ):
         raise TypeError("logits must be a floating-point array")
     if logits.ndim < 1 or not logits.shape[-1]:
         raise ValueError(f"logits must have shape [..., V] with V >= 1, got {list(logits.shape)}")
-    if temperature == 0:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    if key is None:
+    if temperature and key is None:
         raise ValueError("key must be a random key, got None: only temperature=0 needs none")
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32)) / temperature
+    logits = validation.as_array("logits", logits)
+    unknown = jnp.any(jnp.isnan(logits), axis=-1)
+    if validation.is_concrete(unknown) and np.any(unknown):
+        raise ValueError(f"logits must not be NaN, got NaN in {np.sum(unknown)} of their rows")
+    if temperature == 0:
+        token = jnp.argmax(logits, axis=-1)
+    else:
+        token = jax.random.categorical(key, _scaled(logits, float(temperature), top_k, top_p))
+    return jnp.where(unknown, NO_TOKEN, token).astype(jnp.int32)
+
+
+def _scaled(logits: Array, temperature: float, top_k: int | None, top_p: float | None) -> Array:
+    """Logits over the temperature, −∞ where ``top_k`` and ``top_p`` leave nothing."""
+    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
+    # Below the likeliest: a quotient that overflows is −∞ then, and never NaN.
+    likeliest = jnp.max(logits, axis=-1, keepdims=True)
+    divisor = jnp.asarray(min(temperature, float(jnp.finfo(logits.dtype).max)), logits.dtype)
+    # The quotient may be a product with a reciprocal that is 0, and −∞ times 0 is NaN.
+    quotient = jnp.where(logits == -jnp.inf, -jnp.inf, (logits - likeliest) / divisor)
+    logits = jnp.where(logits == likeliest, 0, quotient)
     if top_k is not None and top_k < logits.shape[-1]:
         least = jax.lax.top_k(logits, top_k)[0][..., -1:]
         logits = jnp.where(logits < least, -jnp.inf, logits)
     if top_p is not None and top_p < 1:
+        top_p = float(top_p)
         order = jnp.argsort(-logits, axis=-1)
         probability = jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1))
         before = jnp.cumsum(probability, axis=-1) - probability
@@ -103,7 +128,7 @@ def sample(
         kept = (before < top_p).at[..., 0].set(True)
         kept = jnp.take_along_axis(kept, jnp.argsort(order, axis=-1), axis=-1)
         logits = jnp.where(kept, logits, -jnp.inf)
-    return jax.random.categorical(key, logits).astype(jnp.int32)
+    return logits
 
 
 def left_pad(prompts: Sequence[Sequence[int]], length: int | None = None) -> tuple[Array, Array]:
@@ -114,9 +139,15 @@ def left_pad(prompts: Sequence[Sequence[int]], length: int | None = None) -> tup
       length: T; None for the longest prompt. A fixed one avoids recompilation.
 
     Raises:
-      ValueError: if there is no prompt, an empty one, or one longer than ``length``.
+      TypeError: if a prompt holds anything but integers, such as a ``str``.
+      ValueError: if there is no prompt, an empty one, one longer than ``length``, or an id that
+        does not fit in int32.
     """
-    rows = [np.asarray(list(prompt), np.int32) for prompt in prompts]
+    if isinstance(prompts, str | bytes):
+        raise TypeError(f"prompts must be a sequence of prompts, got one {type(prompts).__name__}")
+    rows = [_token_ids("prompts", prompt) for prompt in prompts]
+    if length is not None:
+        validation.positive("length", length, integer=True)
     if not rows or not all(map(len, rows)):
         raise ValueError("prompts must be one or more, each of at least one token")
     longest = max(map(len, rows))
@@ -127,6 +158,25 @@ def left_pad(prompts: Sequence[Sequence[int]], length: int | None = None) -> tup
     for i, row in enumerate(rows):
         ids[i, length - len(row) :], mask[i, length - len(row) :] = row, True
     return jnp.asarray(ids), jnp.asarray(mask)
+
+
+def _token_ids(name: str, ids: Any) -> np.ndarray:
+    """One sequence of token ids as int32."""
+    if isinstance(ids, str):
+        raise TypeError(f"{name} must be token ids, got the str {ids[:20]!r}: encode it")
+    try:
+        tokens = ids.tolist() if isinstance(ids, jax.Array | np.ndarray) else list(ids)
+        wrong = next((x for x in tokens if isinstance(x, bool | np.bool_)), None)
+        if wrong is None:
+            tokens = [operator.index(token) for token in tokens]
+    except TypeError as error:
+        raise TypeError(f"{name} must be sequences of integers, got {ids!r:.60}") from error
+    if wrong is not None:
+        raise TypeError(f"{name} must be sequences of integers, got {wrong!r}")
+    for token in tokens:
+        if not -(2**31) <= token < 2**31:
+            raise ValueError(f"{name} must be token ids that fit in int32, got {token}")
+    return np.asarray(tokens, np.int32)
 
 
 def generate(
@@ -211,7 +261,7 @@ def stream(
     if temperature and key is None:
         raise ValueError("key must be a random key, got None: only temperature=0 needs none")
     prompts, mask = _check_prompts(prompts, mask)
-    stop = tuple(int(token) for token in stop)
+    stop = tuple(_token_ids("stop", stop).tolist())
     decode = functools.partial(
         _decode,
         chunk=chunk,
@@ -232,6 +282,8 @@ def _chunks(prefill, step, decode, prompts, mask, key, max_new, chunk, drawn):
             return
         result = decode(step, logits, state, done, key, drawn + start, limit)
         logits, state, done = result.logits, result.state, result.done
+        if validation.is_concrete(result.tokens) and np.any(result.tokens == NO_TOKEN):
+            raise ValueError("the logits of the model must not be NaN: are its parameters?")
         yield result
 
 
@@ -255,7 +307,7 @@ def _decode(step, logits, state, done, key, start, limit, *, chunk, sampling, st
         # A sequence that has ended stays as it was.
         keep = lambda old, new: jnp.where(_rows(done, old), old, new.astype(old.dtype))  # noqa: E731
         logits, state = jax.tree.map(keep, (logits, state), (next_logits, next_state))
-        tokens, lengths = tokens.at[:, i].set(token), lengths + ~done
+        tokens, lengths = tokens.at[:, i].set(token), lengths + (~done).astype(jnp.int32)
         ends = jnp.isin(token, jnp.asarray(stop, jnp.int32)) if stop else jnp.zeros_like(done)
         return i + 1, logits, state, done | ends, tokens, lengths
 
@@ -284,6 +336,11 @@ def _check_prompts(prompts: Any, mask: Any) -> tuple[Array, Array]:
         prompts.dtype, jnp.integer
     ):
         raise TypeError("prompts must be an array of integers; left_pad makes one")
+    validation.native_order("prompts", prompts)
+    if validation.is_concrete(prompts) and prompts.size:  # before they are narrowed
+        for token in (np.asarray(prompts).min(), np.asarray(prompts).max()):
+            if not -(2**31) <= token < 2**31:
+                raise ValueError(f"prompts must be token ids that fit in int32, got {token}")
     validation.check_shape("prompts", jnp.asarray(prompts), (None, None), "[B, T]")
     present = validation.mask(mask, *prompts.shape)
     if present is None:
@@ -301,7 +358,11 @@ def _check_sampling(temperature: Any, top_k: Any, top_p: Any) -> None:
     numbers = (int, float, np.integer, np.floating)
     if isinstance(temperature, bool) or not isinstance(temperature, numbers):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
-    if not temperature >= 0 or not math.isfinite(temperature):
+    try:
+        finite = math.isfinite(temperature)
+    except OverflowError:  # an integer
+        finite = False
+    if not temperature >= 0 or not finite:
         raise ValueError(f"temperature must be finite and not negative, got {temperature}")
     if top_k is not None:
         validation.positive("top_k", top_k, integer=True)

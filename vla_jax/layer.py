@@ -24,11 +24,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import checks, implementations, numerics, ops, primitives, sharding, validation
+from vla_jax import (
+    checks,
+    functions,
+    implementations,
+    numerics,
+    ops,
+    primitives,
+    sharding,
+    validation,
+)
 from vla_jax import plan as planning
 from vla_jax.convolution import convolve
 from vla_jax.types import (
     Array,
+    Arrays,
     DTypeLike,
     Implementation,
     Inverse,
@@ -40,18 +50,26 @@ from vla_jax.types import (
 
 DIRECTIONS = ("learned", "key")
 OUTPUT_NORMS = ("layer", "rms_per_head", None)
+_ANY_LENGTH = (None, "xla", "reference")  # those that jax.export takes with a symbolic T
 
 Initializer = Callable[..., Array]
 FeatureMap = Callable[[Array], Array]
 Parameters = Mapping[str, Mapping[str, Array]]
 
-default_kernel_init: Initializer = jax.nn.initializers.lecun_normal()
+_lecun_normal = jax.nn.initializers.lecun_normal()
+
+
+def default_kernel_init(key: Array, shape: Any, dtype: DTypeLike = None) -> Array:
+    """LeCun's normal initialiser, under a name by which a configuration can be pickled."""
+    return _lecun_normal(key, shape, dtype)
+
+
 default_bias_init: Initializer = jax.nn.initializers.zeros
 
 
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class LayerState:
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerState(Arrays):
     """What a layer carries from token to token; a pytree of arrays of constant size.
 
     Attributes:
@@ -183,16 +201,9 @@ class LayerConfig:
         self._default("lambda0", planning.LAMBDA0[self.inverse])
         validation.choice("output_norm", self.output_norm, OUTPUT_NORMS)
         validation.floor("norm_eps", self.norm_eps, jnp.float32)
-        for name in (
-            "beta",
-            "decay",
-            "learn_lambda0",
-            "use_bias",
-            "check_invariants",
-            "logical_axes",
-        ):
-            if not isinstance(getattr(self, name), bool | np.bool_):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        flags = ("beta", "decay", "learn_lambda0", "use_bias", "check_invariants", "logical_axes")
+        for name in flags:
+            validation.flag(name, getattr(self, name))
         for name in ("feature_map", "kernel_init", "bias_init"):
             _check_function(name, getattr(self, name))
         if self.dtype is not None:
@@ -210,6 +221,21 @@ class LayerConfig:
     def __deepcopy__(self, memo: dict[int, Any]) -> LayerConfig:
         # Frozen; and the copy of a jitted function, such as jax.nn.silu, is unequal to it.
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return functions.by_name(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(functions.from_names(state))
+
+    def without_initializers(self) -> LayerConfig:
+        """The same with the default initialisers: what a layer keeps that has its parameters.
+
+        Layers are then alike, and can be pickled, whatever function drew their parameters.
+        """
+        return dataclasses.replace(
+            self, kernel_init=default_kernel_init, bias_init=default_bias_init
+        )
 
     def _default(self, name: str, value: Any) -> None:
         if getattr(self, name) is None:
@@ -409,6 +435,11 @@ def checked_tokens(
 ) -> tuple[Array, Array | None, Array | None]:
     """``x``, ``mask`` and ``segment_ids``, checked; ``x`` in the dtype of the computation."""
     x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
+    if jax.export.is_symbolic_dim(x.shape[1]) and config.implementation not in _ANY_LENGTH:
+        raise NotImplementedError(
+            f"implementation={config.implementation!r} needs a number for T, got {x.shape[1]}: "
+            "export a symbolic T with implementation=None, 'xla' or 'reference'"
+        )
     mask = validation.mask(mask, *x.shape[:2])
     segment_ids = validation.segment_ids(segment_ids, *x.shape[:2])
     x = x.astype(_compute_dtype(config, params, x))
@@ -591,6 +622,7 @@ def apply(
       ValueError, TypeError: for a bad argument, which the message names.
       NotImplementedError: if ``config.implementation`` cannot serve here.
     """
+    validation.flag("return_state", return_state)
     if axis_name is not None:
         if config.check_invariants:
             raise ValueError(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import linen
 
-from vla_jax import layer, numerics
+from vla_jax import functions, layer, numerics
 from vla_jax.layer import FeatureMap, Initializer, LayerConfig, LayerState
 from vla_jax.types import (
     Array,
@@ -22,6 +23,21 @@ from vla_jax.types import (
 )
 
 __all__ = ["LayerState", "VariationalLinearAttention"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """A Python value that no transformation traces."""
+
+    value: bool | str
+
+    def __bool__(self) -> bool:
+        return bool(self.value)
+
+
+def _shown(option: Any) -> Any:
+    return option.value if isinstance(option, _Constant) else option
 
 
 class VariationalLinearAttention(linen.Module):
@@ -74,6 +90,31 @@ class VariationalLinearAttention(linen.Module):
         super().__post_init__()
         self.config  # noqa: B018  validates the options
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps what is no array out of the sight of ``linen.remat`` and ``linen.jit``.
+
+        They make a subclass whose call traces every keyword argument, ``return_state`` too.
+        """
+        super().__init_subclass__(**kwargs)
+        if (call := cls.__dict__.get("__call__")) is not None:
+
+            @functools.wraps(call)
+            def hiding(self, *args, **options):
+                for name in {"return_state", "axis_name"} & options.keys():
+                    if isinstance(options[name], bool | str):
+                        options[name] = _Constant(options[name])
+                return call(self, *args, **options)
+
+            cls.__call__ = hiding  # type: ignore[method-assign]
+
+    @linen.nowrap
+    def __getstate__(self) -> dict[str, Any]:
+        return functions.by_name(self.__dict__)
+
+    @linen.nowrap
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(functions.from_names(state))
+
     @property
     def config(self) -> LayerConfig:
         """The options, validated."""
@@ -116,8 +157,8 @@ class VariationalLinearAttention(linen.Module):
             mask=mask,
             segment_ids=segment_ids,
             initial_state=initial_state,
-            return_state=return_state,
-            axis_name=axis_name,
+            return_state=_shown(return_state),
+            axis_name=_shown(axis_name),
         )
 
     @linen.nowrap

@@ -73,9 +73,10 @@ class VariationalLinearAttention(nnx.Module):
         logical_axes: bool = False,
         rngs: nnx.Rngs,
     ):
-        self.config = LayerConfig(**layer.options(locals()))
+        config = LayerConfig(**layer.options(locals()))
         validation.instance("rngs", rngs, nnx.Rngs)
-        for group, members in layer.parameters(self.config).items():
+        self.config = config.without_initializers()
+        for group, members in layer.parameters(config).items():
             values = {
                 name: nnx.Param(p.init(rngs.params(), param_dtype), **self._metadata(p))
                 for name, p in members.items()

@@ -13,12 +13,10 @@ it: the structure comes from the template that ``load`` is given.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pathlib
 import struct
-import tempfile
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -26,6 +24,8 @@ import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from vla_jax import files
 
 FORMAT_VERSION = 1
 
@@ -39,7 +39,7 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
     """Writes the arrays of a pytree to a file, whole or not at all.
 
     The file is written beside ``path`` and then takes its place, so a process that is killed in the
-    middle leaves an older file as it was.
+    middle leaves an older file as it was. The mode of an older file is kept.
 
     Args:
       path: where to write; an existing file is replaced.
@@ -59,21 +59,9 @@ def save(path: str | os.PathLike[str], tree: Any) -> None:
         arrays[name] = np.asarray(leaf).astype(dtype)
     payload = flax.serialization.msgpack_serialize(arrays)
     digest = hashlib.sha256(payload).digest()
-    path = pathlib.Path(path)
-    handle, temporary = tempfile.mkstemp(
-        prefix=f".{path.name}.", suffix=".partial", dir=path.parent
-    )
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, len(payload), digest))
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with files.replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(_HEADER.pack(_MAGIC, FORMAT_VERSION, len(payload), digest))
+        file.write(payload)
 
 
 def load(path: str | os.PathLike[str], template: T) -> T:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
@@ -39,9 +40,41 @@ READOUTS: tuple[str, ...] = ("ratio", "none")
 INVERSES: tuple[str, ...] = ("write", "read")
 
 
+class Arrays:
+    """A base of frozen dataclasses of arrays: equal where structure, dtypes and values are.
+
+    NaN equals NaN, so that a copy equals what it is a copy of. The hash looks at structure, shapes
+    and dtypes alone.
+    """
+
+    def __eq__(self, other: object) -> bool:
+        if type(self) is not type(other):
+            return NotImplemented
+        mine, structure = jax.tree.flatten(self)
+        theirs, other_structure = jax.tree.flatten(other)
+        alike = bool(structure == other_structure)  # type: ignore[operator]
+        return alike and all(map(_equal, mine, theirs))
+
+    def __hash__(self) -> int:
+        leaves, structure = jax.tree.flatten(self)
+        return hash((structure, tuple(map(_kind, leaves))))
+
+
+def _kind(x: Any) -> Any:
+    return (x.shape, x.dtype) if hasattr(x, "shape") and hasattr(x, "dtype") else type(x)
+
+
+def _equal(x: Any, y: Any) -> bool:
+    if x is y or _kind(x) != _kind(y):
+        return x is y
+    if not all(isinstance(z, jax.Array | np.ndarray | np.generic) for z in (x, y)):
+        return bool(x == y)
+    return bool(jnp.array_equal(x, y, equal_nan=jnp.issubdtype(x.dtype, jnp.inexact)))
+
+
 @jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class VLAState:
+@dataclasses.dataclass(frozen=True, eq=False)
+class VLAState(Arrays):
     """The whole memory of a sequence: what decoding carries from token to token.
 
     A pytree of arrays, constant in size whatever the length of the sequence. All zeros means a

@@ -37,10 +37,21 @@ def as_array(name: str, x: Any) -> Array:
     """``x`` as a JAX array; TypeError unless it is an array of something that JAX knows."""
     if not isinstance(x, jax.Array | np.ndarray) or isinstance(x, np.ma.MaskedArray):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}")
+    native_order(name, x)
     try:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}") from error
+
+
+def native_order(name: str, x: Any) -> None:
+    """Raises TypeError if ``x`` is in the other byte order, which JAX has no dtypes for."""
+    if not x.dtype.isnative:
+        native = x.dtype.newbyteorder("=")
+        raise TypeError(
+            f"{name} must be in this machine's byte order, got dtype {x.dtype.str}: "
+            f"{name}.astype({native.name!r}) converts it"
+        )
 
 
 def check_shape(name: str, x: Array, shape: Sequence[int | None], axes: str) -> None:
@@ -79,8 +90,21 @@ def positive(name: str, value: Any, *, integer: bool = False) -> None:
         raise ValueError(f"{name} must be positive and finite, got {value}")
 
 
+def flag(name: str, value: Any) -> None:
+    """Raises TypeError unless ``value`` is a Python boolean."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{name} must be a Python bool, got a traced value: where a transformation traces the "
+            f"arguments of a call, give {name} inside of it, or as a static argument of it"
+        )
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(f"{name} must be a bool, got {value!r}")
+
+
 def size(name: str, value: Any) -> None:
     """Raises TypeError or ValueError unless ``value`` is a Python integer that an axis may have."""
+    if jax.export.is_symbolic_dim(value):
+        return
     positive(name, value, integer=True)
     if value >= 2**31:
         raise ValueError(f"{name} must be less than 2**31, got {value}")
