@@ -1,6 +1,6 @@
 """``penalty_solve`` with weights and decay, or at several right-hand sides a token.
 
-Equations (36) to (39) of ``docs/derivation.md``. ``λ₀`` does not decay, so the matrix of a token is
+Equations (38) to (40) of ``docs/derivation.md``. ``λ₀`` does not decay, so the matrix of a token is
 no low-rank update of the one before it. But all tokens are independent once the penalty at the
 starts of their chunks is known, and are solved by conjugate gradients side by side: one step is
 three matrix products a chunk. float64 is solved directly, by Cholesky.
@@ -29,7 +29,7 @@ SPAN = 64
 # which it is left as it is, more than λ₀ from .01 of the largest β‖u‖² on ever takes.
 TOLERANCE = 3e-6
 COARSE_TOLERANCE = 3e-4
-MAX_STEPS = 64
+MAX_STEPS = 96
 
 # A token starts from the inverse at its chunk's start if at least so much of the penalty is left.
 # That inverse knows nothing of what has decayed: where more has, none is better.
@@ -299,7 +299,7 @@ def _forward(plan, inputs, running_sum, span, reported):
 def forward(
     plan: Any, inputs: Any, *, running_sum: RunningSum = running_sum, span: int | None = SPAN
 ) -> tuple[SolveOutputs, Solved]:
-    """Equation (36): the solution, wide, and the penalty after the last token."""
+    """Equation (38): the solution, wide, and the penalty after the last token."""
     (penalty, _), (solution,), starts = _forward(plan, inputs, running_sum, span, False)
     return SolveOutputs(solution, penalty), Solved(solution, starts)
 
@@ -341,7 +341,7 @@ def backward(
     running_sum: RunningSum = running_sum,
     span: int | None = SPAN,
 ) -> Any:
-    """Equations (37) to (39): a bundle of the inputs' type, wide; that of the decay direct.
+    """Equations (39) and (40): a bundle of the inputs' type, wide; that of the decay direct.
 
     The cotangent of ``rhs`` is the same solve once more. That of the returned penalty counts by
     its symmetric part.
