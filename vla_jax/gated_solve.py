@@ -252,7 +252,9 @@ def _conjugate_gradients(
 
 
 def _cut(plan: Any, inputs: Any, span: int | None) -> Blocks:
-    return Blocks.of(inputs.direction.shape[1], plan.chunk_size or CHUNK_SIZE, span)
+    # A longer chunk than its own would have tokens too far from what they start from.
+    chunk = min(plan.chunk_size or CHUNK_SIZE, CHUNK_SIZE)
+    return Blocks.of(inputs.direction.shape[1], chunk, span)
 
 
 def _gates(plan: Any, inputs: Any) -> tuple[Array, ...]:
