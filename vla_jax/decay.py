@@ -44,7 +44,7 @@ def effective(
 
 
 class Decay(NamedTuple):
-    """The decay inside of chunks, ``[N, B, H, ...]``: Γ, exp(g) and τ of equation (31)."""
+    """The decay inside of chunks, ``[N, B, H, ...]``: Γ, exp(g) and τ of equation (33)."""
 
     within: Array  # [..., C, C]  from the second token to the first, 0 where it comes later
     since: Array  # [..., C, 1]  since the chunk's start
@@ -74,7 +74,7 @@ class Decay(NamedTuple):
 def crossing(pairs: Array, from_start: Array, to_end: Array, through: Array) -> Array:
     """The derivative by ``log γ_t``: all that passes from before ``t`` to ``t`` or behind it.
 
-    Equations (35) and (39). Every term has the factor ``γ_t``, so none cancels what is large.
+    Equations (36) and (40). Every term has the factor ``γ_t``, so none cancels what is large.
 
     Args:
       pairs: ``[..., C, C]``, what reaches the first token from the second, strictly lower.
@@ -143,7 +143,7 @@ def running_sum(
 def decayed_sums(
     x: Array, log_decay: Array, initial: Array, *, policy: numerics.Policy, reverse: bool = False
 ) -> Array:
-    """``z_t = γ_t z_{t-1} + x_t`` for every token, equation (34).
+    """``z_t = γ_t z_{t-1} + x_t`` for every token, equation (37).
 
     Args:
       x: ``[B, T, H, D]``.

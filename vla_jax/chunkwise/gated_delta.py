@@ -1,6 +1,6 @@
 """``delta_rule`` with decay in matrix products over chunks, forward and closed-form backward.
 
-Equations (31) to (35) of ``docs/derivation.md``. Segments are decays of nothing (see
+Equations (33) to (36) of ``docs/derivation.md``. Segments are decays of nothing (see
 ``decay.effective``): there are no other masks. Arrays are as in ``chunkwise``, chunk-major and with
 the key dimension of the memory first.
 """
@@ -23,7 +23,7 @@ class Swept(NamedTuple):
     """What the backward keeps of the forward, each with a leading axis for the block."""
 
     starts: Array  # the memory at chunk starts, [N, B, H, D, E]
-    inverse: Array  # Tm of equation (32), [N, B, H, C, C]
+    inverse: Array  # Tm of equation (34), [N, B, H, C, C]
 
 
 class _Chunks(NamedTuple):
@@ -57,7 +57,7 @@ def _tokens(plan: Plan, inputs: Delta) -> tuple[Array, ...]:
 
 
 def forward(plan: Plan, inputs: Delta, *, scans: Scans) -> tuple[DeltaOutputs, Swept]:
-    """Equations (32) and (33)."""
+    """Equation (34)."""
     policy = plan.policy
 
     def step(memory, tokens, *_):
@@ -99,7 +99,7 @@ def backward(
     *,
     scans: Scans,
 ) -> Delta:
-    """Equations (34) and (35): a bundle of the inputs' type, wide; that of the decay direct."""
+    """Equations (35) and (36): a bundle of the inputs' type, wide; that of the decay direct."""
     policy = plan.policy
     tokens = _tokens(plan, inputs)
 

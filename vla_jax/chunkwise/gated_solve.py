@@ -1,6 +1,6 @@
 """``penalty_solve`` with weights and decay, or at several right-hand sides a token.
 
-Equations (36) to (39) of ``docs/derivation.md``. ``λ₀`` does not decay, so the matrix of a token is
+Equations (38) to (40) of ``docs/derivation.md``. ``λ₀`` does not decay, so the matrix of a token is
 no low-rank update of the one before it. But all tokens are independent once the penalty at the
 starts of their chunks is known, and are solved by conjugate gradients side by side: one step is
 three matrix products a chunk. float64 is solved directly, by Cholesky.
@@ -30,7 +30,7 @@ SPAN = 64
 # which it is left as it is, more than λ₀ from .01 of the largest β‖u‖² on ever takes.
 TOLERANCE = 3e-6
 COARSE_TOLERANCE = 3e-4
-MAX_STEPS = 64
+MAX_STEPS = 96
 
 # A token starts from the inverse at its chunk's start if at least so much of the penalty is left.
 # That inverse knows nothing of what has decayed: where more has, none is better.
@@ -243,7 +243,9 @@ def _span(scans: Scans) -> int | None:
 
 
 def _cut(plan: Plan, inputs: Solve, span: int | None) -> Blocks:
-    return Blocks.of(inputs.direction.shape[1], plan.chunk_size or CHUNK_SIZE, span)
+    # A longer chunk than its own would have tokens too far from what they start from.
+    chunk = min(plan.chunk_size or CHUNK_SIZE, CHUNK_SIZE)
+    return Blocks.of(inputs.direction.shape[1], chunk, span)
 
 
 def _gates(plan: Plan, inputs: Solve) -> tuple[Array, ...]:
@@ -288,7 +290,7 @@ def _forward(plan, inputs, running_sum, span, reported):
 
 
 def forward(plan: Plan, inputs: Solve, *, scans: Scans) -> tuple[SolveOutputs, Solved]:
-    """Equation (36): the solution, wide, and the penalty after the last token."""
+    """Equation (38): the solution, wide, and the penalty after the last token."""
     (penalty, _), (solution,), starts = _forward(
         plan, inputs, scans.decayed_sum, _span(scans), False
     )
@@ -331,7 +333,7 @@ def backward(
     *,
     scans: Scans,
 ) -> Solve:
-    """Equations (37) to (39): a bundle of the inputs' type, wide; that of the decay direct.
+    """Equations (39) and (40): a bundle of the inputs' type, wide; that of the decay direct.
 
     The cotangent of ``rhs`` is the same solve once more. That of the returned penalty counts by
     its symmetric part.
