@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support import assert_close, cast
 
 import vla_jax
-from vla_jax import diagnostics
+from vla_jax import diagnostics, implementations
+from vla_jax.bundles import Attention
 from vla_jax.chunkwise import gated_solve
 
 # --- the public functions, float64 through "xla" by default ---------------------------------------
@@ -30,7 +31,7 @@ solve_report, solve_residual = diagnostics.solve_report, diagnostics.solve_resid
 
 B, T, H, G, D, E = 2, 21, 2, 2, 5, 3
 CHUNK = 8
-IMPLEMENTATIONS = ("reference", "xla", "associative")
+pytestmark = pytest.mark.operation(operation=Attention, gated=True)
 STATE = ("memory", "penalty", "key_sum")
 
 
@@ -200,11 +201,6 @@ def check(
 # --- against the oracle --------------------------------------------------------------------------
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
-
-
 def chunks(implementation):
     return {"implementation": implementation, "chunk_size": CHUNK}
 
@@ -231,7 +227,7 @@ KINDS = {
 
 
 COMPOSED = [
-    (k, i) for k in KINDS for i in IMPLEMENTATIONS if (k, i) != ("projection", "associative")
+    (k, i) for k in KINDS for i in implementations.GATED if (k, i) != ("projection", "associative")
 ]
 
 
