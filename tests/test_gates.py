@@ -1,4 +1,7 @@
-"""Weights, decay and the inverse at the write or at the read, against the oracle."""
+"""Weights, decay and the inverse at the write or at the read, against the oracle.
+
+One file, because all tests draw from one grid of gates, of one shape that compiles once.
+"""
 
 import dataclasses
 import functools

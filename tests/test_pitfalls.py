@@ -1,5 +1,6 @@
 """Faults reported against comparable libraries, one test each, numbered as in the project's list.
 
+One file, because its order is the list's and most rows share one shape that compiles once.
 Rows 15 (kernels), 19 (default precision on a GPU), 25 and 33 need a GPU for their full meaning:
 what can be shown without one is shown here. Row 28 is in `test_scaling.py`.
 """
