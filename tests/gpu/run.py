@@ -124,11 +124,13 @@ def main():
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--implementations", default="", help="of xla, pallas and triton")
     parser.add_argument("--cases", default="", help="those whose name contains this, or a|b")
+    parser.add_argument("--dtypes", default=",".join(TOLERANCE), help="of the cases")
     parser.add_argument("--selftest", action="store_true", help="python -m vla_jax.selftest too")
     args = parser.parse_args()
-    args.parts = args.parts.split(",")
-    if set(args.parts) - set(PARTS):
-        parser.error(f"--parts: any of {','.join(PARTS)}")
+    args.parts, args.dtypes = args.parts.split(","), set(args.dtypes.split(","))
+    for option, known in (("parts", PARTS), ("dtypes", TOLERANCE)):
+        if set(getattr(args, option)) - set(known):
+            parser.error(f"--{option}: any of {','.join(known)}")
     return Run(args).everything()
 
 
@@ -220,12 +222,13 @@ class Run:
                     continue
                 # The suite has xla in float32: here it is what bfloat16 is compared with.
                 both = name in KERNELS or case == LONG
-                dtypes = ("float32", "bfloat16") if both else ("bfloat16",)
-                jobs += [(case, name, dtype) for dtype in dtypes]
+                dtypes = self.args.dtypes if both else {"bfloat16"} & self.args.dtypes
+                jobs += [(case, name, dtype) for dtype in sorted(dtypes)]
         spawn, found = multiprocessing.get_context("spawn"), {}
+        workers = min(8, os.cpu_count() or 1)
         with (
-            concurrent.futures.ProcessPoolExecutor(8, mp_context=spawn) as oracles,
-            concurrent.futures.ThreadPoolExecutor(8) as threads,
+            concurrent.futures.ProcessPoolExecutor(workers, mp_context=spawn) as oracles,
+            concurrent.futures.ThreadPoolExecutor(workers) as threads,
         ):
             slow_first = sorted(cases, key=lambda case: -case.length * case.dim**2)
             wanted = {case: oracles.submit(expected, case) for case in slow_first}
