@@ -32,9 +32,9 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
-# Interpreted, "pallas" takes 1 to 10 s to compile a program, and runs these tests alone, of those
-# with cases these of them: the smallest with grouped heads, segments, masks, every variant, both
-# states, odd D and E. The rows of pitfalls share one program. On a GPU it runs all tests.
+# Interpreted, "pallas" takes 1 to 10 s to compile a program, and runs these tests alone (of tests
+# with cases, these): the smallest cases that cover grouped heads, segments, masks, both readouts,
+# a state, odd D and E. The rows of pitfalls share one program. On a GPU it runs all tests.
 INTERPRETED = {
     "test_attention.py": {"test_values_and_gradients": (3, 4, 6, 7)},
     "test_penalty_solve.py": {"test_values_and_gradients": (1,)},

@@ -1,4 +1,7 @@
-"""The GPU kernels through the public functions, interpreted, against the oracle."""
+"""The GPU kernels through the public functions, interpreted: what is theirs alone.
+
+They run the common cases with every other implementation (`INTERPRETED` in `conftest`).
+"""
 
 import importlib
 import sys
