@@ -3,7 +3,8 @@
 NumPy only. A `Case` says everything about one call of `vla_attention`; `draw` makes its inputs in
 float64. `CASES` is a pairwise-style cover (lengths around chunk edges, D and E of odd sizes and
 different from each other, grouped heads, segments, masks, every option), not the full product.
-`WORKLOADS` are the shapes that are timed.
+`GPU_CASES` and `table_case` have the sizes of a GPU's kernels. `WORKLOADS` are the shapes that are
+timed.
 """
 
 import dataclasses
@@ -15,6 +16,9 @@ import numpy as np
 class Case:
     """One problem. B batch, T length, H heads, G groups (queries per head), D dim, E value_dim.
 
+    direction: "learned" (a map of the key), "key" (none is given), or "aligned" (a vector common to
+        all tokens, of length 1, and a hundredth of the learned one: cond(M) is T / lambda0).
+    keys: "random", "equal" (one for all tokens) or "sign" (all entries near 3).
     segments: None, "random" lengths, "single" (several segments of one token among longer ones),
         "edges" (boundaries on, just before and just after multiples of 16).
     mask: None, "random" (four tokens in five are present), "left" or "right" padding.
@@ -29,6 +33,7 @@ class Case:
     dim: int
     value_dim: int
     direction: str = "learned"
+    keys: str = "random"
     segments: str | None = None
     mask: str | None = None
     initial: bool = False
@@ -45,11 +50,13 @@ class Case:
         words = [
             self.segments and f"{self.segments}_segments",
             self.mask and f"{self.mask}_mask",
-            self.direction == "key" and "key_direction",
+            self.direction != "learned" and f"{self.direction}_direction",
+            self.keys != "random" and f"{self.keys}_keys",
             self.write_gain != "unit" and self.write_gain,
             self.readout != "ratio" and "no_ratio",
             self.initial and "initial",
             self.degenerate and "degenerate",
+            self.lambda0 != 0.1 and f"lambda0_{self.lambda0:g}",
         ]
         return "-".join([shape, *filter(None, words)])
 
@@ -68,6 +75,29 @@ CASES = (
     Case(1, 1000, 2, 1, 16, 64, segments="random", mask="random", initial=True),
     Case(1, 1000, 1, 2, 32, 16, direction="key", initial=True, lambda0=1e-2),
 )
+
+# In float32 and bfloat16 on a GPU. Equal keys without the ratio, whose query has no gradient.
+GPU_CASES = (
+    Case(1, 17, 2, 2, 64, 32, segments="random", initial=True),
+    Case(1, 64, 2, 1, 128, 128, write_gain="projection", initial=True),
+    Case(1, 64, 2, 1, 24, 40, direction="key", write_gain="rls", readout="none"),
+    Case(1, 1000, 2, 1, 64, 64, segments="random", initial=True),
+    Case(1, 1000, 2, 1, 64, 64, direction="key", keys="equal", readout="none"),
+    Case(1, 1000, 2, 1, 64, 64, direction="key", keys="sign"),
+    Case(1, 1000, 2, 1, 64, 64, direction="aligned"),
+    Case(1, 1000, 2, 1, 64, 64, lambda0=1e-3),
+    Case(1, 1000, 2, 1, 64, 64, lambda0=1e3),
+    Case(1, 4096, 2, 1, 64, 64),
+    Case(1, 4096, 1, 1, 128, 128),
+)
+# Of the chunkwise paths alone: one launch for all tokens is for short sequences.
+LONG = Case(1, 65536, 1, 1, 64, 64)
+
+
+def table_case(dim):
+    """For the entry of a kernel's table of parameters: D = E = ``dim``."""
+    return Case(1, 200, 2, 1, dim, dim, segments="random", initial=True)
+
 
 # name -> the work of one timed call: 65,536 tokens, but for the longest and
 # for the one that suits two CPU cores.
@@ -136,10 +166,17 @@ def draw(case, seed=0):
     key = feature_map(raw)
     query = feature_map(rng.standard_normal((batch, length, heads * case.groups, dim)))
     value = rng.standard_normal((batch, length, heads, value_dim))
+    if case.keys == "equal":
+        key = np.repeat(key[:, :1], length, axis=1)
+    elif case.keys == "sign":
+        key = 3 + 0.1 * raw
     direction = None
-    if case.direction == "learned":
+    if case.direction != "key":
         direction = np.einsum("bthd,hde->bthe", raw, rng.standard_normal((heads, dim, dim)))
         direction /= np.linalg.norm(direction, axis=-1, keepdims=True) * np.sqrt(dim)
+    if case.direction == "aligned":
+        common = rng.standard_normal(dim)
+        direction = 0.01 * direction + common / np.linalg.norm(common)
     if case.degenerate:
         key[rng.random(key.shape[:3]) < 0.2] = 0
         if direction is not None:

@@ -1,12 +1,20 @@
 """Test configuration: CPU, four virtual devices, float64 on request, compilation counting."""
 
+import functools
 import gc
 import os
+import re
 import tempfile
 
 import hypothesis
 import jax
+import jax.numpy as jnp
 import pytest
+import tolerances
+from support import Precision
+
+from vla_jax import bundles, implementations
+from vla_jax.pallas import common
 
 # No backend exists yet, so both take effect. JAX_PLATFORMS=cuda runs the suite on a GPU.
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
@@ -24,8 +32,30 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
-# One suite, many implementations: a new one is one more name here.
-IMPLEMENTATIONS = ("reference", "xla", "associative")
+# Interpreted, "pallas" takes 1 to 10 s to compile a program, and runs these tests alone (of tests
+# with cases, these): the smallest cases that cover grouped heads, segments, masks, both readouts,
+# a state, odd D and E. The rows of pitfalls share one program. On a GPU it runs all tests.
+INTERPRETED = {
+    "test_attention.py": {"test_values_and_gradients": (3, 4, 6, 7)},
+    "test_penalty_solve.py": {"test_values_and_gradients": (1,)},
+    "test_delta_rule.py": {"test_values_and_gradients": (1,)},
+    "test_errors.py": {
+        "test_forward_mode_names_the_remedy": None,
+        "test_second_order_names_the_remedy": None,
+    },
+    "test_pitfalls.py": {
+        "test_pitfall_01_loss_on_the_returned_state": None,
+        "test_pitfall_06_degenerate_tokens": None,
+        "test_pitfall_07_mask_and_segments": None,
+        "test_pitfall_08_short_segments_and_edges": None,
+        "test_pitfall_17_floor_of_the_ratio": None,
+        "test_pitfall_21_vmap": None,
+        "test_pitfall_21_vmap_is_not_a_loop": None,
+        "test_pitfall_22_others_name_the_reference": None,
+        "test_pitfall_27_the_same_call_twice": None,
+        "test_pitfall_30_values_and_keys_of_different_sizes": None,
+    },
+}
 
 hypothesis.settings.register_profile(
     "default",
@@ -40,8 +70,73 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "default")
 
 
-def pytest_configure(config):
-    config.addinivalue_line("markers", "slow: takes more than about ten seconds")
+def interpret(monkeypatch, name):
+    """Kernels of Pallas are interpreted where there is no GPU."""
+    if name == "pallas" and common.gpu() is None:
+        monkeypatch.setenv(common.INTERPRET, "1")
+
+
+@functools.cache
+def unserved(name, dtype, operation=bundles.Attention, gated=False):
+    """Why an implementation cannot serve a bundle of this dtype here, or None."""
+    arrays = {
+        n: jax.ShapeDtypeStruct([1] * len(bundles.AXES[n].split()), dtype)
+        for n in operation._fields
+        if n not in operation._field_defaults or (gated and n == "log_decay")
+    }
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        interpret(monkeypatch, name)
+        try:
+            implementations.choose(name, operation(**arrays), None)
+        except NotImplementedError as error:
+            return str(error)
+    return None
+
+
+def pytest_report_header():
+    """Each implementation that some tests leave out, with its own reason."""
+    lines = []
+    for name in implementations.NAMES:
+        for dtype in ("float32", "float64"):
+            reason = unserved(name, dtype)
+            if reason is not None:
+                lines.append(f"left out, {dtype}: {reason}")
+    return lines
+
+
+def pytest_generate_tests(metafunc):
+    """Every implementation that serves the test's operation in the test's dtype."""
+    given = re.findall(
+        r"\w+", str([m.args[0] for m in metafunc.definition.iter_markers("parametrize")])
+    )
+    marker = metafunc.definition.get_closest_marker("operation")
+    asked = marker.kwargs if marker else {}
+    dtype = "float64" if "x64" in metafunc.fixturenames else "float32"
+    serving = [n for n in implementations.NAMES if unserved(n, dtype, **asked) is None]
+    for fixture in ("implementation", "fast_implementation"):
+        if fixture in metafunc.fixturenames and fixture not in given:
+            names = [n for n in serving if n != "reference" or fixture == "implementation"]
+            metafunc.parametrize(fixture, names, indirect=True)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Deselects what the interpreter takes too long for: `INTERPRETED`."""
+    if common.gpu() is not None:
+        return
+    deselected = []
+    for item in items:
+        call = getattr(item, "callspec", None)
+        named = call and {"implementation", "fast_implementation"} & call.params.keys()
+        if not named or call.params[named.pop()] != "pallas":
+            continue
+        tests = INTERPRETED.get(item.path.name, {})
+        cases = tests.get(item.originalname, ())
+        if cases is not None and call.params.get("case") not in [
+            item.module.CASES[i] for i in cases
+        ]:
+            deselected.append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = [item for item in items if item not in set(deselected)]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -52,14 +147,27 @@ def _programs_end_with_their_module():
     gc.collect()
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
+@pytest.fixture
+def implementation(request, monkeypatch):
+    interpret(monkeypatch, request.param)
     return request.param
 
 
-@pytest.fixture(params=[i for i in IMPLEMENTATIONS if i != "reference"])
-def fast_implementation(request):
+@pytest.fixture
+def fast_implementation(request, monkeypatch):
+    """All but the reference."""
+    interpret(monkeypatch, request.param)
     return request.param
+
+
+@pytest.fixture
+def precision(implementation):
+    """The widest dtype that the implementation serves, inside the test."""
+    if unserved(implementation, "float64") is not None:
+        yield Precision(jnp.float32, tolerances.REORDERED32, tolerances.FLOAT32_GRADIENT)
+        return
+    with jax.enable_x64(True):
+        yield Precision(jnp.float64, tolerances.FLOAT64, tolerances.FLOAT64)
 
 
 @pytest.fixture

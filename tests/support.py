@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,14 @@ import vla_jax
 ROOT = pathlib.Path(__file__).parent.parent
 STATE = ("memory", "penalty", "key_sum")
 INPUTS = ("query", "key", "value", "direction", "lambda0", *STATE)
+
+
+class Precision(NamedTuple):
+    """A dtype, and the tolerances of values and of gradients in it."""
+
+    dtype: Any
+    values: float
+    gradients: float
 
 
 def assert_close(actual, expected, tolerance, name="", floor=0):
@@ -31,19 +40,26 @@ def assert_close(actual, expected, tolerance, name="", floor=0):
     )
 
 
-def assert_rms_close(actual, expected, tolerance, name=""):
-    """Root mean square of the difference at most ``tolerance`` times that of ``expected``."""
+def rms_error(actual, expected, floor=0):
+    """Norm of the difference over that of ``expected`` (or ``floor``); infinite if not finite."""
     expected = np.asarray(expected, np.float64)
     actual = np.asarray(actual).astype(np.float64)
-    assert actual.shape == expected.shape, f"{name}: shape {actual.shape}, not {expected.shape}"
-    assert np.isfinite(actual).all(), f"{name}: not finite"
-    error, scale = (np.sqrt(np.mean(x * x)) for x in (actual - expected, expected))
-    assert error <= tolerance * scale + 1e-300, f"{name}: error {error:.2e}, rms {scale:.2e}"
+    assert actual.shape == expected.shape, f"shape {actual.shape}, not {expected.shape}"
+    if not np.isfinite(actual).all():
+        return np.inf
+    error, scale = np.linalg.norm(actual - expected), max(np.linalg.norm(expected), floor)
+    return error / scale if error else 0.0
+
+
+def assert_rms_close(actual, expected, tolerance, name=""):
+    """Root mean square of the difference at most ``tolerance`` times that of ``expected``."""
+    error = rms_error(actual, expected)
+    assert error <= tolerance, f"{name}: relative error {error:.2e} (root mean square)"
 
 
 def chunks(implementation, chunk_size):
-    """The options that name an implementation; the reference has no chunks."""
-    if implementation == "reference":
+    """The options that name an implementation; the reference and the kernels choose no chunks."""
+    if implementation not in ("xla", "associative"):
         chunk_size = None
     return {"implementation": implementation, "chunk_size": chunk_size}
 
@@ -85,6 +101,11 @@ def oracle_value_and_gradients(call, cotangents, **options):
     out, state, _ = oracle.attention(**call, **options)
     gradients = oracle.attention_grad(*cotangents, **call, **options)
     return (out, state), {n: gradients[n] for n in differentiable}
+
+
+def options_of(case):
+    """The static options of a case."""
+    return {"write_gain": case.write_gain, "readout": case.readout}
 
 
 def draw_cotangents(call, seed=1):

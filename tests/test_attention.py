@@ -18,6 +18,7 @@ from support import (
     cast,
     chunks,
     draw_cotangents,
+    options_of,
     oracle_value_and_gradients,
     split_call,
     value_and_pullback,
@@ -27,12 +28,7 @@ import vla_jax
 from benchmarks.cases import CASES, Case, draw
 from vla_jax import numerics
 
-OPTIONS = ("write_gain", "readout")
 SMALL = Case(2, 22, 2, 2, 5, 4, initial=True, per_head=True, segments="random")
-
-
-def options_of(case):
-    return {n: getattr(case, n) for n in OPTIONS}
 
 
 @functools.lru_cache(None)
@@ -43,15 +39,15 @@ def expected(case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_float64(case, implementation, x64):
+def test_values_and_gradients(case, implementation, precision):
     if implementation == "associative" and case.length <= (case.chunk_size or 16):
         pytest.skip("one chunk: nothing to scan, the same program as xla")
     call, cotangents, reference = expected(case)
     run = value_and_pullback(**options_of(case), **chunks(implementation, case.chunk_size))
-    primals, gradients = run(*split_call(call), cotangents)
-    assert primals[0].dtype == jnp.float64
-    assert all(x.dtype == jnp.float64 for x in primals[1])
-    assert_matches(primals, gradients, reference, tolerances.FLOAT64)
+    primals, gradients = run(*cast((*split_call(call), cotangents), precision.dtype))
+    assert primals[0].dtype == precision.dtype
+    assert all(x.dtype == precision.dtype for x in primals[1])
+    assert_matches(primals, gradients, reference, precision.values, precision.gradients)
 
 
 def ill_conditioned(length=4096, dim=16, condition=1e3):

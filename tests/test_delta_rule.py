@@ -12,6 +12,9 @@ from support import assert_close, cast, chunks
 
 import vla_jax
 from benchmarks.cases import Case, draw
+from vla_jax.bundles import Delta
+
+pytestmark = pytest.mark.operation(operation=Delta)
 
 CASES = (
     Case(2, 1, 1, 2, 4, 5, initial=True),
@@ -61,14 +64,14 @@ def rule(**options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_float64(case, implementation, x64):
+def test_values_and_gradients(case, implementation, precision):
     inputs, segment_ids, cotangents, values, gradients = expected(case)
     run = rule(**chunks(implementation, case.chunk_size))
-    actual, actual_gradients = run(inputs, segment_ids, cotangents)
-    assert_close(actual[0], values[0], tolerances.FLOAT64, "out")
-    assert_close(actual[1], values[1], tolerances.FLOAT64, "memory")
+    actual, actual_gradients = run(*cast((inputs, segment_ids, cotangents), precision.dtype))
+    assert_close(actual[0], values[0], precision.values, "out")
+    assert_close(actual[1], values[1], precision.values, "memory")
     for name, x in actual_gradients.items():
-        assert_close(x, gradients[name], tolerances.FLOAT64, f"gradient of {name}")
+        assert_close(x, gradients[name], precision.gradients, f"gradient of {name}")
 
 
 def test_float32(implementation):

@@ -1,4 +1,7 @@
-"""Weights, decay and the inverse at the write or at the read, against the oracle."""
+"""Weights, decay and the inverse at the write or at the read, against the oracle.
+
+One file, because all tests draw from one grid of gates, of one shape that compiles once.
+"""
 
 import dataclasses
 import functools
@@ -14,7 +17,8 @@ from hypothesis import strategies as st
 from support import assert_close, cast
 
 import vla_jax
-from vla_jax import diagnostics
+from vla_jax import diagnostics, implementations
+from vla_jax.bundles import Attention
 from vla_jax.chunkwise import gated_solve
 
 # --- the public functions, float64 through "xla" by default ---------------------------------------
@@ -30,7 +34,7 @@ solve_report, solve_residual = diagnostics.solve_report, diagnostics.solve_resid
 
 B, T, H, G, D, E = 2, 21, 2, 2, 5, 3
 CHUNK = 8
-IMPLEMENTATIONS = ("reference", "xla", "associative")
+pytestmark = pytest.mark.operation(operation=Attention, gated=True)
 STATE = ("memory", "penalty", "key_sum")
 
 
@@ -202,11 +206,6 @@ def check(
 # --- against the oracle --------------------------------------------------------------------------
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
-def implementation(request):
-    return request.param
-
-
 def chunks(implementation):
     return {"implementation": implementation, "chunk_size": CHUNK}
 
@@ -233,7 +232,7 @@ KINDS = {
 
 
 COMPOSED = [
-    (k, i) for k in KINDS for i in IMPLEMENTATIONS if (k, i) != ("projection", "associative")
+    (k, i) for k in KINDS for i in implementations.GATED if (k, i) != ("projection", "associative")
 ]
 
 

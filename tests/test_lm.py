@@ -1,4 +1,7 @@
-"""The language model and its example: decoding, text, training, streaming."""
+"""The language model and its example: decoding, text, training, streaming.
+
+One file, because one small trained model serves the tests of all of these.
+"""
 
 import dataclasses
 import gzip

@@ -12,6 +12,9 @@ from support import assert_close, cast, chunks
 
 import vla_jax
 from benchmarks.cases import Case, draw
+from vla_jax.bundles import Solve
+
+pytestmark = pytest.mark.operation(operation=Solve)
 
 CASES = (
     Case(2, 1, 1, 1, 4, 4, initial=True),
@@ -65,14 +68,14 @@ def solver(**options):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_float64(case, implementation, x64):
+def test_values_and_gradients(case, implementation, precision):
     inputs, segment_ids, cotangents, values, gradients = expected(case)
     run = solver(**chunks(implementation, case.chunk_size))
-    actual, actual_gradients = run(inputs, segment_ids, cotangents)
-    assert_close(actual[0], values[0], tolerances.FLOAT64, "solution")
-    assert_close(actual[1], values[1], tolerances.FLOAT64, "penalty")
+    actual, actual_gradients = run(*cast((inputs, segment_ids, cotangents), precision.dtype))
+    assert_close(actual[0], values[0], precision.values, "solution")
+    assert_close(actual[1], values[1], precision.values, "penalty")
     for name, x in actual_gradients.items():
-        assert_close(x, gradients[name], tolerances.FLOAT64, f"gradient of {name}")
+        assert_close(x, gradients[name], precision.gradients, f"gradient of {name}")
 
 
 def test_float32(implementation):

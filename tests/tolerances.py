@@ -23,6 +23,16 @@ REORDERED32 = 2e-5
 # the write vector, the residual and the output are each rounded.
 BFLOAT16_RMS = 2e-2
 
+# The kernels' error in bfloat16 over that of "xla", at most: both round the operands alone.
+AGAINST_XLA = 1.5
+
+# Equal keys, written 1000 times: each write is off by the rounding of A k, where the largest
+# eigenvalue of A is 150 times that of k. Multiplies the tolerance of the dtype.
+EQUAL_KEYS = 10
+
+# A decoding kernel in float32 against the oracle: 22 steps, root mean square.
+DECODE32 = 1e-5
+
 # 1e5 decode steps in float32 with one repeated direction, which is the worst case of the
 # Sherman-Morrison drift (7e-2 without re-inversion).
 DECODE_DRIFT = 1e-3
