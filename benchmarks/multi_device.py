@@ -64,7 +64,7 @@ def collectives(text):
 def forward_bytes(devices, batch, heads, dim, value_dim):
     """What a device sends in the forward pass without segments and state, float32."""
     rounds = max(0, math.ceil(math.log2(devices - 1))) if devices > 1 else 0
-    numbers = (rounds + 1) * dim * (dim + 1) + rounds * dim * (dim + value_dim) + dim * value_dim
+    numbers = (rounds + 1) * dim * (dim + 1 + value_dim) + max(0, rounds - 1) * dim * dim
     return 4 * batch * heads * numbers
 
 

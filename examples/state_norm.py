@@ -27,7 +27,8 @@ from matplotlib.figure import Figure
 from rows import Row, Table
 
 import vla_jax
-from vla_jax import baselines, diagnostics, layer, numerics, ops, primitives, reference
+from vla_jax import baselines, diagnostics, layer, numerics, ops, primitives
+from vla_jax.reference import published
 
 _PRESET = flags.DEFINE_enum("preset", "published", ["published", "fair", "smoke"], "Which ones.")
 _OUT_DIR = flags.DEFINE_string("out_dir", None, "Where they are kept; runs/state_norm by default.")
@@ -267,7 +268,7 @@ def drift(method: str, directions: str, seed: int, lengths: Sequence[int]) -> di
 def _rank_one(inverse, directions, done, every):
     def step(carry, u):
         inverse, index = carry
-        inverse = reference.sherman_morrison(inverse, u)
+        inverse = published.sherman_morrison(inverse, u)
         if every:
             due = (index + 1) % every == 0
             inverse = inverse + jnp.where(due, 1e-3, 0.0) * jnp.eye(DIM)

@@ -9,7 +9,8 @@ import tolerances
 from support import assert_close
 
 import vla_jax
-from vla_jax import diagnostics, numerics, reference
+from vla_jax import diagnostics, numerics
+from vla_jax.reference import published
 
 
 def unit_pairs(dim, count=50, seed=0):
@@ -176,7 +177,7 @@ def test_documented_drift_of_the_inverse(x64):
     def run(u, inverse, refresh):
         def step(carry, u_t):
             inverse, t = carry
-            inverse = reference.sherman_morrison(inverse, u_t)
+            inverse = published.sherman_morrison(inverse, u_t)
             added = jnp.where((t + 1) % 20 == 0, refresh, 0) * jnp.eye(32, dtype=inverse.dtype)
             return ((inverse + added).astype(inverse.dtype), t + 1), None
 

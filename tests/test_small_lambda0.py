@@ -11,7 +11,7 @@ import tolerances
 from support import assert_close
 
 import vla_jax
-from vla_jax import chunkwise, numerics
+from vla_jax import chunkwise, plan
 
 LENGTH, DIM = 40, 8
 NAMES = ("query", "key", "value", "direction")
@@ -138,10 +138,12 @@ def test_the_limit_that_is_documented():
 def test_ordinary_tokens_are_not_solved_again():
     """10⁵ tokens of one direction at the default lambda0, the widest range of an ordinary input."""
     u = np.broadcast_to(np.eye(16, dtype=np.float32)[0] / 4, (1, 100_000, 1, 16))
-    arguments = (u, u, jnp.full(1, 0.1), jnp.zeros((1, 1, 16, 16)), None)
-    *_, solved = jax.jit(
-        lambda *x: chunkwise.penalty_solve_forward(*x, policy=numerics.policy(*x[:2]))
-    )(*arguments)
+    chosen, inputs = plan.penalty_solve(
+        u, u, lambda0=0.1, weight=None, log_decay=None, initial_penalty=None, segment_ids=None,
+        chunk_size=None, implementation="xla", precision=None,
+    )  # fmt: skip
+    forward = chunkwise.RULES[type(inputs)].forward
+    _, solved = jax.jit(functools.partial(forward, chosen))(inputs)
     assert solved.lost.stop == 0
 
 

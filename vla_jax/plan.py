@@ -117,7 +117,7 @@ class Sizes(dict[str, int]):
             label or name, x, [self.get(axis) for axis in axes], f"[{', '.join(axes)}]"
         )
         self.update(zip(axes, x.shape, strict=True))
-        if "Hq" in axes:
+        if "Hq" in axes and "H" in self:
             validation.query_heads(self["Hq"], self["H"])
         return x
 
@@ -199,8 +199,8 @@ def penalty_solve(
 ) -> tuple[Plan, Solve]:  # fmt: skip
     """The plan and arrays of ``vla_jax.penalty_solve``, which lists the arguments and errors."""
     sizes = Sizes()
-    direction = sizes.check("direction", direction)
-    rhs = sizes.check("rhs", rhs)
+    rhs, direction = sizes.check("rhs", rhs), sizes.check("direction", direction)
+    validation.query_heads(sizes["Hq"], sizes["H"], "rhs", "direction")
     dtype = numerics.accumulator_dtype(rhs.dtype, direction.dtype)
     bundle = Solve(
         rhs,

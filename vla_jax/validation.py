@@ -66,11 +66,12 @@ def check_shape(name: str, x: Array, shape: Sequence[int | None], axes: str) -> 
         raise ValueError(f"{name} must have no empty axis, got shape {axes} = {list(x.shape)}")
 
 
-def query_heads(num_heads: int, num_kv_heads: int) -> None:
+def query_heads(num_heads: int, num_kv_heads: int, query: str = "query", key: str = "key") -> None:
     """Raises ValueError unless the query heads are a multiple of the key/value heads."""
     if num_heads % num_kv_heads:
         raise ValueError(
-            f"query must have a multiple of key's heads H = {num_kv_heads}, got Hq = {num_heads}"
+            f"{query} must have a multiple of {key}'s heads H = {num_kv_heads}, "
+            f"got Hq = {num_heads}"
         )
 
 
