@@ -28,8 +28,10 @@ ROOMS = (
     "ops",
     "sharding",
     "convolution",
-    "layer baselines diagnostics selftest",
-    "nnx linen baseline_layers generation serialization",
+    "layer_config baselines diagnostics selftest",
+    "layer",
+    "nnx linen generation serialization",
+    "baseline_layers",
     "__init__",
 )
 # Packages that only these rooms may import.

@@ -18,6 +18,7 @@ from flax import nnx
 from vla_jax import baselines, implementations, layer, numerics, validation
 from vla_jax.baselines import BaselineState
 from vla_jax.layer import LayerConfig
+from vla_jax.nnx import declare, declared
 from vla_jax.types import Array, Arrays, DTypeLike, Implementation, PrecisionLike, Readout
 
 
@@ -86,20 +87,11 @@ class _Scaffold(nnx.Module):
     def _create(self, config: LayerConfig, rngs: nnx.Rngs) -> None:
         validation.instance("rngs", rngs, nnx.Rngs)
         self.config = config.without_initializers()
-        for group, members in layer.parameters(config).items():
-            values = {n: nnx.Param(p.init(rngs.params(), config.param_dtype))
-                      for n, p in members.items()}  # fmt: skip
-            setattr(self, group, nnx.Dict(values))
-
-    def _parameters(self) -> layer.Parameters:
-        return {
-            group: {name: getattr(self, group)[name][...] for name in members}
-            for group, members in layer.parameters(self.config).items()
-        }
+        declare(self, config, rngs)
 
     def _enter(self, x: Any, mask: Any, segment_ids: Any, state: Any) -> Any:
         """Checks, then ``(x, mask, segment_ids, query, key, value, convolution cache)``."""
-        config, params = self.config, self._parameters()
+        config, params = self.config, declared(self)
         x, mask, segment_ids = layer.checked_tokens(config, params, x, mask, segment_ids)
         if state is None:
             conv = self._conv_state(x.shape[0])
@@ -120,7 +112,7 @@ class _Scaffold(nnx.Module):
         return out[:, 0], state
 
     def _leave(self, out: Array, mask: Array | None) -> Array:
-        return layer.output(self.config, self._parameters(), out, mask)
+        return layer.output(self.config, declared(self), out, mask)
 
     def _state_dtype(self) -> Any:
         config = self.config
@@ -240,7 +232,7 @@ class BaselineAttention(_Scaffold):
         if mixer.unit_query:
             query = numerics.normalize(query.astype(self._state_dtype())).astype(query.dtype)
         if self.kind == "mesa":
-            options["lambda0"] = layer.lambda0_of(config, self._parameters(), x.dtype)
+            options["lambda0"] = layer.lambda0_of(config, declared(self), x.dtype)
         else:
             options["readout"] = config.readout
         if mixer.implementations:

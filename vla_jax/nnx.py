@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -76,27 +77,7 @@ class VariationalLinearAttention(nnx.Module):
         config = LayerConfig(**layer.options(locals()))
         validation.instance("rngs", rngs, nnx.Rngs)
         self.config = config.without_initializers()
-        for group, members in layer.parameters(config).items():
-            values = {
-                name: nnx.Param(p.init(rngs.params(), param_dtype), **self._metadata(p))
-                for name, p in members.items()
-            }
-            setattr(self, group, nnx.Dict(values))
-
-    def _metadata(self, parameter: layer.Parameter) -> dict[str, Any]:
-        if not self.config.logical_axes:
-            return {}
-        # Eager sharding needs a mesh and rules that map these names to it; flax raises without.
-        mesh = jax.sharding.get_abstract_mesh()
-        eager = nnx.using_eager_sharding() and not mesh.empty
-        eager = eager and bool(linen.get_logical_axis_rules())
-        return {"out_sharding": parameter.axes, "eager_sharding": eager}
-
-    def _parameters(self) -> layer.Parameters:
-        return {
-            group: {name: getattr(self, group)[name][...] for name in members}
-            for group, members in layer.parameters(self.config).items()
-        }
+        declare(self, config, rngs, _metadata if config.logical_axes else None)
 
     def __call__(
         self,
@@ -111,7 +92,7 @@ class VariationalLinearAttention(nnx.Module):
         """Applies the layer to ``x [B, T, in_features]``; see ``vla_jax.layer.apply``."""
         return layer.apply(
             self.config,
-            self._parameters(),
+            declared(self),
             x,
             mask=mask,
             segment_ids=segment_ids,
@@ -126,4 +107,37 @@ class VariationalLinearAttention(nnx.Module):
 
     def step(self, x_t: Array, state: LayerState) -> tuple[Array, LayerState]:
         """One token, ``x_t [B, in_features]``: ``(out [B, out_features], state)``."""
-        return layer.step(self.config, self._parameters(), x_t, state)
+        return layer.step(self.config, declared(self), x_t, state)
+
+
+def declare(
+    module: nnx.Module,
+    config: LayerConfig,
+    rngs: nnx.Rngs,
+    metadata: Callable[[layer.Parameter], dict[str, Any]] | None = None,
+) -> None:
+    """Draws the parameters of ``config`` as attributes of ``module``, one ``nnx.Dict`` a group."""
+    for group, members in layer.parameters(config).items():
+        values = {
+            name: nnx.Param(
+                p.init(rngs.params(), config.param_dtype), **(metadata(p) if metadata else {})
+            )
+            for name, p in members.items()
+        }
+        setattr(module, group, nnx.Dict(values))
+
+
+def declared(module: Any) -> layer.Parameters:
+    """The parameters that ``declare`` made, as ``layer.apply`` takes them."""
+    return {
+        group: {name: getattr(module, group)[name][...] for name in members}
+        for group, members in layer.parameters(module.config).items()
+    }
+
+
+def _metadata(parameter: layer.Parameter) -> dict[str, Any]:
+    # Eager sharding needs a mesh and rules that map these names to it; flax raises without.
+    mesh = jax.sharding.get_abstract_mesh()
+    eager = nnx.using_eager_sharding() and not mesh.empty
+    eager = eager and bool(linen.get_logical_axis_rules())
+    return {"out_sharding": parameter.axes, "eager_sharding": eager}
