@@ -80,13 +80,27 @@ class Machine:
         return lax.broadcast_in_dim(vector, shape, [1])
 
     def iota(self, shape, dimension: int) -> Array:
+        """The row or column of every entry of a tile."""
         if self.interpreted:
             return lax.broadcasted_iota(jnp.int32, shape, dimension)
         return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=self._layout("tile"))
 
     def zeros(self, shape) -> Array:
+        """A tile of zeros."""
         x = jnp.zeros(shape, jnp.float32)
         return x if self.interpreted else plgpu.layout_cast(x, self._layout("tile"))
+
+    def index(self, size: int, layout: str) -> Array:
+        """``0 … size − 1`` as a vector."""
+        if self.interpreted:
+            return lax.broadcasted_iota(jnp.int32, (size,), 0)
+        return plgpu.broadcasted_iota(jnp.int32, (size,), 0, layout=self._layout(layout))
+
+    def load_global(self, ref) -> Array:
+        """A tile straight from global memory to registers, for what is read once a program."""
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, layout=self._layout("tile"), optimized=False)
 
     # --- products
 
@@ -132,6 +146,7 @@ class Machine:
     # --- threads and memory
 
     def commit(self) -> None:
+        """Lets the tensor cores and the copy engine see what the warpgroup's threads wrote."""
         plgpu.commit_smem()
 
     def fetch(self, source, target, arrive) -> None:
@@ -149,9 +164,11 @@ class Machine:
         plgpu.wait_smem_to_gmem(pending, wait_read_only=read)
 
     def arrive(self, ref) -> None:
+        """One arrival of this warpgroup."""
         plgpu.barrier_arrive(ref)
 
     def wait(self, ref) -> None:
+        """Waits for the barrier's next completion."""
         plgpu.barrier_wait(ref)
 
     def registers(self, count: int, *, more: bool) -> None:
@@ -190,7 +207,7 @@ def _block_inverses(lower: Array) -> Array:
 
 @functools.cache
 def _inline_block_inverses(size: int) -> Callable:
-    """Warp b substitutes in block b: one lane a column, down the rows, no exchange between lanes."""
+    """Warp b substitutes in block b, one lane a column: no exchange between lanes."""
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.mosaic.gpu import utils
     from jaxlib.mlir import ir

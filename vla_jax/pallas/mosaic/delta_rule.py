@@ -29,7 +29,6 @@ import functools
 import math
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -41,7 +40,17 @@ from vla_jax.types import Array
 C = 64  # tokens of a chunk
 WIDTH = 64  # value columns of a sweep's program, key columns of the cotangents' program
 RESET = -104.0  # a log decay from here on is a reset: exp(−104) is zero in float32
+LOG2E = math.log2(math.e)
 F32, BF16 = jnp.float32, jnp.bfloat16
+
+
+class Gates(NamedTuple):
+    """The decay of a call, chunk by chunk; float32 ``[B, H, T]``."""
+
+    total: Array  # log2 of the decay since the chunk's start, resets left out
+    reach: Array  # the last reset of the chunk up to this token; −1: none
+    carry: Array  # e: what is left of the memory at the chunk's start
+    tail: Array  # τ: what will be left at the chunk's end
 
 
 class Residuals(NamedTuple):
@@ -49,8 +58,10 @@ class Residuals(NamedTuple):
 
     inverse: Array  # Tm, [B, H, T, C]
     norm: Array | None  # 1 / ‖key‖, [B, H, T]
+    gates: Gates | None
     residual: Array  # E, [B, T, H, E]
     starts: Array  # S at chunk starts, [B, H, N, E, D]
+    maps: Array | None  # transposed linear part of each piece's map of S, [B, P, H, D, D]
 
 
 class _Shape(NamedTuple):
@@ -78,42 +89,16 @@ class _Shape(NamedTuple):
         return self.value_dim // WIDTH
 
 
-class _Gates(NamedTuple):
-    """The decay of a call, ``[B, H, T]``; chunk by chunk."""
-
-    total: Array  # log2 of the decay since the chunk's start, resets left out
-    reach: Array  # int32, the last reset of the chunk up to this token; −1: none
-    carry: Array  # e: what is left of the memory at the chunk's start
-    tail: Array  # τ: what will be left at the chunk's end
-
-
-def _gates(log_decay: Array | None, pad: int) -> _Gates | None:
-    if log_decay is None:
-        return None
-    g = jnp.pad(log_decay.astype(F32), ((0, 0), (0, pad), (0, 0)))
-    g = jnp.swapaxes(g, 1, 2)
-    batch, heads, length = g.shape
-    g = g.reshape(batch, heads, length // C, C)
-    reset = g <= RESET
-    total = jnp.cumsum(jnp.where(reset, 0.0, g), axis=-1) * math.log2(math.e)
-    position = jnp.arange(C, dtype=jnp.int32)
-    reach = lax.cummax(jnp.where(reset, position, -1), axis=3)
-    carry = jnp.where(reach < 0, jnp.exp2(total), 0.0)
-    end = jnp.exp2(total[..., -1:] - total)
-    tail = jnp.where(position >= reach[..., -1:], end, 0.0)
-    return _Gates(*(x.reshape(batch, heads, length) for x in (total, reach, carry, tail)))
-
-
 def _lower(m: Machine, x: Array, gates: dict, *, strict: bool = False) -> Array:
     """``Γ ∘ x`` with tokens in order along rows (t) and columns (s)."""
     row, column = m.iota(x.shape, 0), m.iota(x.shape, 1)
     keep = row > column if strict else row >= column
     if not gates:
         return jnp.where(keep, x, 0.0)
-    keep &= column >= m.down(m.load(gates["reach_rows"], "rows"), x.shape)
-    exponent = m.down(m.load(gates["total_rows"], "rows"), x.shape) - m.across(
-        m.load(gates["total_columns"], "columns"), x.shape
-    )
+    reach = gates["reach"] if "reach" in gates else m.load(gates["reach_rows"], "rows")
+    total = gates["total"] if "total" in gates else m.load(gates["total_rows"], "rows")
+    keep &= column.astype(F32) >= m.down(reach, x.shape)
+    exponent = m.down(total, x.shape) - m.across(m.load(gates["total_columns"], "columns"), x.shape)
     return x * jnp.exp2(jnp.where(keep, exponent, -jnp.inf))
 
 
@@ -123,7 +108,7 @@ def _upper(m: Machine, x: Array, gates: dict) -> Array:
     keep = column >= row
     if not gates:
         return jnp.where(keep, x, 0.0)
-    keep &= row >= m.across(m.load(gates["reach_columns"], "columns"), x.shape)
+    keep &= row.astype(F32) >= m.across(m.load(gates["reach_columns"], "columns"), x.shape)
     exponent = m.across(m.load(gates["total_columns"], "columns"), x.shape) - m.down(
         m.load(gates["total_rows"], "rows"), x.shape
     )
@@ -146,46 +131,67 @@ def _stages(count: int, stage: int, fixed: int) -> int:
 
 # --- invert ------------------------------------------------------------------------------------
 #
-# A program owns ``run`` consecutive chunks of one head: one warpgroup, two chunks' keys in shared
-# memory, of which the next is on its way. Registers: tiles of 64 × 64 float32 are 32 a thread; alive
-# at once are N, X and one product. Blocks of 16 rows by substitution in float32, blocks of 32 and 64
-# from them: X ← X − X N X with only the blocks below the diagonal of the next size in N.
+# A program has up to three warpgroups, which share nothing: each owns ``run`` consecutive chunks of
+# one head, with two chunks' keys in shared memory, of which the next is on its way. Three of them
+# keep the compiler at 168 registers a thread. Registers: tiles of 64 × 64 float32 are 32 a thread;
+# alive at once are N, X and one product. Blocks of 16 rows by substitution in float32, blocks of 32
+# and 64 from them: X ← X − X N X with only the blocks below the diagonal of the next size in N.
 
 
-def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, normalize: bool):
-    del warpgroup
-    batch, block, head = _split(program, s.batch, s.chunks // run, s.heads)
+def _decay_of_chunk(m: Machine, r, log_decay) -> dict:
+    """Fills the chunk's vectors of ``Gates``; returns those that ``_lower`` takes."""
     square = (C, C)
-    gated = "total" in r
     row, column = m.iota(square, 0), m.iota(square, 1)
+    g = m.load(log_decay, "columns")
+    reset = g <= RESET
+    g = m.across(jnp.where(reset, 0.0, g * LOG2E), square)
+    position = jnp.where(reset, m.index(C, "columns").astype(F32), -1.0)
+    before = row >= column
+    total = jnp.sum(jnp.where(before, g, 0.0), axis=1)
+    reach = jnp.max(jnp.where(before, m.across(position, square), -1.0), axis=1)
+    r["total_vector"][...] = total
+    r["reach_vector"][...] = reach
+    r["carry_vector"][...] = jnp.where(reach < 0, jnp.exp2(total), 0.0)
+    m.commit()
+    left = jnp.exp2(r["total_vector"][C - 1] - total)
+    here = m.index(C, "rows").astype(F32)
+    r["tail_vector"][...] = jnp.where(here >= r["reach_vector"][C - 1], left, 0.0)
+    return {"total_columns": r["total_vector"], "total": total, "reach": reach}
+
+
+def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, lanes: int):
+    gated, normalize = "log_decay" in r, "norm" in r
+    count = s.batch * (s.chunks // run) * s.heads
+    worker = program * lanes + warpgroup
+    batch, block, head = _split(worker, s.batch, s.chunks // run, s.heads)
+    square = (C, C)
+    # What belongs to this warpgroup alone.
+    own = {n: r[n].at[warpgroup] for n in r if n.endswith(("_tile", "_vector", "buffer"))}
 
     def fetch(n, slot):
         here = pl.ds((block * run + n) * C, C)
-        ready = r["ready"].at[slot]
+        ready = r["ready"].at[warpgroup * 2 + slot]
         for name in ("key", "write", "rest"):
             if name in r:
-                m.fetch(r[name].at[batch, here, head], r[name + "_tile"].at[slot], ready)
+                m.fetch(r[name].at[batch, here, head], own[name + "_tile"].at[slot], ready)
         if gated:
-            for name in ("total_rows", "total_columns", "reach_rows"):
-                source = r[name.split("_")[0]].at[batch, head, here]
-                m.fetch(source, r[name].at[slot], ready)
+            m.fetch(r["log_decay"].at[batch, head, here], r["decays"].at[warpgroup, slot], ready)
 
-    fetch(0, 0)
-
-    @pl.loop(0, run)
     def chunk(n):
         slot = lax.rem(n, 2)
         here = pl.ds((block * run + n) * C, C)
-        m.wait(r["ready"].at[slot])
+        row, column = m.iota(square, 0), m.iota(square, 1)
+        m.wait(r["ready"].at[warpgroup * 2 + slot])
 
         @pl.when(n + 1 < run)
         def _():
-            m.commit()  # what this program read of the other slot comes before the copy into it
+            m.commit()  # what was read of the other slot comes before the copy into it
             fetch(n + 1, 1 - slot)
 
-        keys = r["key_tile"].at[slot]
-        writes = [r[x].at[slot] for x in ("write_tile", "rest_tile") if x in r]
+        keys = own["key_tile"].at[slot]
+        writes = [own[x].at[slot] for x in ("write_tile", "rest_tile") if x in own]
         lower = m.product(*((keys, a.T) for a in writes))
+        m.sent(0, read=True)  # what the chunk before left in the vectors and in ``operand_tile``
         if normalize:
             k = m.load(keys).astype(F32)
             largest = jnp.max(jnp.abs(k), axis=1)
@@ -193,70 +199,66 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, no
             inverse = 1 / jnp.where(known, largest, 1.0)
             k = k * m.down(inverse, k.shape)
             norm = jnp.where(known, lax.rsqrt(jnp.sum(k * k, axis=1)) * inverse, 0.0)
+            own["norm_vector"][...] = norm
             lower = lower * m.down(norm, square)
-        views = {}
-        if gated:
-            names = ("total_rows", "total_columns", "reach_rows")
-            views = {name: r[name].at[slot] for name in names}
+        views = _decay_of_chunk(m, own, r["decays"].at[warpgroup, slot]) if gated else {}
         lower = _lower(m, lower, views, strict=True)
-        x = m.block_inverses(lower, r["buffer"])
+        x = m.block_inverses(lower, own["buffer"])
         x = jnp.where(lax.div(row, BLOCK) == lax.div(column, BLOCK), x, 0.0)
         for size in (2 * BLOCK, 4 * BLOCK):
             half = size // 2
             corner = lax.div(row, size) == lax.div(column, size)
             corner &= (lax.rem(row, size) >= half) & (lax.rem(column, size) < half)
-            r["operand"][...] = x.astype(BF16)
+            own["operand_tile"][...] = x.astype(BF16)
             m.commit()
-            link = m.product((jnp.where(corner, lower, 0.0).astype(BF16), r["operand"]))
-            r["operand"][...] = link.astype(BF16)
+            link = m.product((jnp.where(corner, lower, 0.0).astype(BF16), own["operand_tile"]))
+            own["operand_tile"][...] = link.astype(BF16)
             m.commit()
-            x = x - m.product((x.astype(BF16), r["operand"]))
-        m.sent(1, read=True)  # the tile of the chunk before the last
-        r["inverse_tile"].at[slot][...] = x.astype(BF16)
-        if normalize:
-            r["norm_rows"].at[slot][...] = norm
+            x = x - m.product((x.astype(BF16), own["operand_tile"]))
+        own["operand_tile"][...] = x.astype(BF16)
         m.commit()
-        copies = [(r["inverse_tile"].at[slot], r["inverse"].at[batch, head, here])]
-        if normalize:
-            copies.append((r["norm_rows"].at[slot], r["norm"].at[batch, head, here]))
+        copies = [(own["operand_tile"], r["inverse"].at[batch, head, here])]
+        for name in ("norm", *Gates._fields):
+            if name in r:
+                copies.append((own[name + "_vector"], r[name].at[batch, head, here]))
         m.send(*copies)
 
-    m.sent()
+    @pl.when(worker < count)
+    def _():
+        fetch(0, 0)
+        pl.loop(0, run)(chunk)
+        m.sent()
 
 
-def _invert(s: _Shape, key, write, rest, gates, normalize, interpret):
+def _invert(s: _Shape, key, write, rest, log_decay, normalize, interpret):
     run = next(n for n in (8, 4, 2, 1) if s.chunks % n == 0)
-    pair = tile((2, C, s.dim))
-    rows = plain((2, C))
-    gated = gates is not None
+    gated = log_decay is not None
+    pairs = 2 + (rest is not None)
+    vectors = (*Gates._fields,) if gated else ()
+    vectors += ("norm",) if normalize else ()
+    size = 2 * pairs * 2 * C * s.dim + 2 * C * C + 4 * C * (C + PAD) + 4 * C * (len(vectors) + 2)
+    lanes = max(min(3, (backend.SHARED - 8192) // size), 1)
     scratch = dict(
-        key_tile=pair,
-        write_tile=pair,
-        inverse_tile=tile((2, C, C)),
-        operand=tile((C, C)),
-        buffer=plain((C, C + PAD)),
-        ready=barrier(2 + (rest is not None) + 3 * gated, 2),
+        key_tile=tile((lanes, 2, C, s.dim)),
+        write_tile=tile((lanes, 2, C, s.dim)),
+        operand_tile=tile((lanes, C, C)),
+        buffer=plain((lanes, C, C + PAD)),
+        ready=barrier(pairs + gated, 2 * lanes),
+        **{name + "_vector": plain((lanes, C)) for name in vectors},
     )
     if rest is not None:
-        scratch["rest_tile"] = pair
-    if normalize:
-        scratch["norm_rows"] = rows
+        scratch["rest_tile"] = tile((lanes, 2, C, s.dim))
     if gated:
-        scratch |= dict(total_rows=rows, total_columns=rows, reach_rows=plain((2, C), jnp.int32))
+        scratch["decays"] = plain((lanes, 2, C))
+    vector = (s.batch, s.heads, s.length), F32
     return backend.launch(
-        functools.partial(_invert_kernel, s=s, run=run, normalize=normalize),
+        functools.partial(_invert_kernel, s=s, run=run, lanes=lanes),
         name="vla_hopper_delta_invert",
-        programs=s.batch * (s.chunks // run) * s.heads,
-        inputs=dict(
-            key=key,
-            write=write,
-            rest=rest,
-            total=gates.total if gated else None,
-            reach=gates.reach if gated else None,
-        ),
+        programs=-(-s.batch * (s.chunks // run) * s.heads // lanes),
+        warpgroups=lanes,
+        inputs=dict(key=key, write=write, rest=rest, log_decay=log_decay),
         outputs=dict(
-            inverse=((s.batch, s.heads, s.length, C), BF16),
-            norm=((s.batch, s.heads, s.length), F32) if normalize else None,
+            inverse=((s.batch, s.heads, s.length, C), BF16), **dict.fromkeys(vectors, vector)
         ),
         scratch=scratch,
         interpret=interpret,
@@ -291,7 +293,8 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             for name in ("key", "write", "rest"):
                 if name in r:
                     m.fetch(r[name].at[batch, here, head], r[name + "_tile"].at[slot], ready)
-            m.fetch(r["value"].at[batch, here, head, columns], r["value_tile"].at[slot], ready)
+            if "value" in r:
+                m.fetch(r["value"].at[batch, here, head, columns], r["value_tile"].at[slot], ready)
             m.fetch(r["inverse"].at[batch, head, here], r["inverse_tile"].at[slot], ready)
             if normalize:
                 m.fetch(r["norm"].at[batch, head, here], r["norm_columns"].at[slot], ready)
@@ -334,9 +337,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
     def _():
         m.registers(232, more=True)
         if "initial" in r:
-            m.fetch(r["initial"].at[start, head, columns], r["memory"], r["memory_ready"])
-            m.wait(r["memory_ready"])
-            memory = m.load(r["memory"])
+            memory = m.load_global(r["initial"].at[start, head, columns])
         else:
             memory = m.zeros((WIDTH, s.dim))
 
@@ -364,8 +365,11 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                 scale = norm if scale is None else scale * norm
             if scale is not None:
                 recalled = recalled * m.across(scale, across)
-            value = m.load(r["value_tile"].at[slot].T).astype(F32)
-            residual = m.product(((value - recalled).astype(BF16), inverse.T))
+            if "value" in r:
+                wanted = m.load(r["value_tile"].at[slot].T).astype(F32) - recalled
+            else:
+                wanted = recalled * -1.0
+            residual = m.product((wanted.astype(BF16), inverse.T))
             if read or save:
                 r["residual_tile"].at[half].T[...] = residual.astype(BF16)
                 m.commit()
@@ -396,9 +400,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
         if read:
             for n in range(max(s.span - 2, 0), s.span):
                 m.wait(r["passed"].at[n % 2])
-        r["memory"][...] = memory
-        m.commit()
-        m.send((r["memory"], r["final"].at[start, head, columns]))
+        r["final"].at[start, head, columns][...] = memory
         m.sent()
 
     if not read:
@@ -454,9 +456,7 @@ _SWEEP_GATES = (*_STATE_GATES, "carry_rows", "total_rows", "total_columns", "rea
 
 def _views(names, count: int) -> dict:
     """Buffers of vectors, ``count`` slots each."""
-    return {
-        name: plain((count, C), jnp.int32 if name.startswith("reach") else F32) for name in names
-    }
+    return {name: plain((count, C)) for name in names}
 
 
 def _sweep(
@@ -466,7 +466,7 @@ def _sweep(
     names = (_SWEEP_GATES if read else _STATE_GATES) if gated else ()
     extra = rest is not None
     stage = 2 * C * ((2 + extra) * s.dim + WIDTH + C) + 256 * (len(names) + normalize)
-    fixed = 4 * WIDTH * s.dim
+    fixed = 0
     if read or save:
         fixed += 2 * 2 * WIDTH * (s.dim + C)
     depth = 2
@@ -476,10 +476,8 @@ def _sweep(
     scratch = dict(
         key_tile=tile((stages, C, s.dim)),
         write_tile=tile((stages, C, s.dim)),
-        value_tile=tile((stages, C, WIDTH)),
         inverse_tile=tile((stages, C, C)),
-        memory=plain((WIDTH, s.dim)),
-        ready=barrier(4 + extra + normalize + len(names), stages),
+        ready=barrier(3 + (value is not None) + extra + normalize + len(names), stages),
         free=barrier(1 + read, stages),
         **_views(names, stages),
     )
@@ -498,8 +496,8 @@ def _sweep(
             passed=barrier(1, 2),
             out_tile=tile((2, C, WIDTH)),
         )
-    if initial is not None:
-        scratch["memory_ready"] = barrier()
+    if value is not None:
+        scratch["value_tile"] = tile((stages, C, WIDTH))
     state = (s.batch * s.pieces, s.heads, s.value_dim, s.dim)
     return backend.launch(
         functools.partial(_sweep_kernel, s=s, stages=stages, depth=depth),
@@ -550,7 +548,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
     batch, piece, head, block = _split(program, s.batch, s.pieces, s.heads, s.blocks)
     columns = pl.ds(block * WIDTH, WIDTH)
     start = batch * s.pieces + piece
-    gated, normalize = "total" in r, "norm" in r
+    gated, normalize, save = "total" in r, "norm" in r, "ends" in r
     across = (WIDTH, C)
 
     def chunk(n):
@@ -606,15 +604,14 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
     @pl.when(warpgroup == 0)
     def _():
         m.registers(232, more=True)
-        m.fetch(r["d_final"].at[start, head, columns], r["memory"], r["memory_ready"])
-        m.wait(r["memory_ready"])
 
         def step(n, ends):
             slot, half = lax.rem(n, stages), lax.rem(n, 2)
             m.wait(r["ready"].at[slot])
             rounded = ends.astype(BF16)
-            m.sent(1, read=True)
-            r["ends_tile"].at[half][...] = rounded
+            if save:
+                m.sent(1, read=True)
+                r["ends_tile"].at[half][...] = rounded
             writes = [r[x].at[slot] for x in ("write_tile", "rest_tile") if x in r]
             x = m.product(*((rounded, a.T) for a in writes))
             back = None
@@ -638,12 +635,13 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             x = x + m.load(r["pull_tile"].at[half].T).astype(F32)
             m.arrive(r["passed"].at[half])
             d_residual = m.product((x.astype(BF16), r["inverse_tile"].at[slot]))
-            r["d_value_tile"].at[half].T[...] = d_residual.astype(BF16)
-            m.commit()
-            m.send(
-                (r["ends_tile"].at[half], r["ends"].at[batch, head, chunk(n), columns]),
-                (r["d_value_tile"].at[half], r["d_value"].at[batch, tokens(n), head, columns]),
-            )
+            if save:
+                r["d_value_tile"].at[half].T[...] = d_residual.astype(BF16)
+                m.commit()
+                m.send(
+                    (r["ends_tile"].at[half], r["ends"].at[batch, head, chunk(n), columns]),
+                    (r["d_value_tile"].at[half], r["d_value"].at[batch, tokens(n), head, columns]),
+                )
             if normalize:
                 norm = m.load(r["norm_columns"].at[slot], "columns")
                 back = norm if back is None else back * norm
@@ -654,10 +652,9 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             m.arrive(r["free"].at[slot])
             return ends
 
-        ends = lax.fori_loop(0, s.span, step, m.load(r["memory"]))
-        r["memory"][...] = ends
-        m.commit()
-        m.send((r["memory"], r["d_initial"].at[start, head, columns]))
+        ends = m.load_global(r["d_final"].at[start, head, columns])
+        ends = lax.fori_loop(0, s.span, step, ends)
+        r["d_initial"].at[start, head, columns][...] = ends
         m.sent()
 
     @pl.when(warpgroup == 1)
@@ -701,12 +698,14 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             m.wait(r["passed"].at[n % 2])
 
 
-def _back(s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_final, interpret):
+def _back(
+    s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_final, save, interpret
+):
     gated, normalize, extra = gates is not None, norm is not None, rest is not None
     names = _BACK_GATES if gated else ()
     depth = 2
     stage = 2 * C * ((2 + extra) * s.dim + C) + 256 * (len(names) + normalize)
-    fixed = 4 * WIDTH * s.dim + 2 * 2 * WIDTH * (s.dim + 2 * C) + depth * 2 * C * (s.dim + WIDTH)
+    fixed = 2 * 2 * WIDTH * (C + save * (s.dim + C)) + depth * 2 * C * (s.dim + WIDTH)
     stages = _stages(4, stage, fixed)
     scratch = dict(
         key_tile=tile((stages, C, s.dim)),
@@ -714,9 +713,6 @@ def _back(s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_fin
         inverse_tile=tile((stages, C, C)),
         query_tile=tile((depth, C, s.dim)),
         d_out_tile=tile((depth, C, WIDTH)),
-        memory=plain((WIDTH, s.dim)),
-        ends_tile=tile((2, WIDTH, s.dim)),
-        d_value_tile=tile((2, C, WIDTH)),
         pull_tile=tile((2, C, WIDTH)),
         ready=barrier(3 + extra + normalize + len(names), stages),
         free=barrier(2, stages),
@@ -724,13 +720,14 @@ def _back(s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_fin
         query_free=barrier(2, depth),
         known=barrier(1, 2),
         passed=barrier(1, 2),
-        memory_ready=barrier(),
         **_views(names, stages),
     )
     if extra:
         scratch["rest_tile"] = tile((stages, C, s.dim))
     if normalize:
         scratch |= _views(("norm_columns",), stages)
+    if save:
+        scratch |= dict(ends_tile=tile((2, WIDTH, s.dim)), d_value_tile=tile((2, C, WIDTH)))
     return backend.launch(
         functools.partial(_back_kernel, s=s, stages=stages, depth=depth),
         name="vla_hopper_delta_back",
@@ -748,8 +745,8 @@ def _back(s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_fin
             **(gates._asdict() if gated else {}),
         ),
         outputs=dict(
-            d_value=((s.batch, s.length, s.heads, s.value_dim), BF16),
-            ends=((s.batch, s.heads, s.chunks, s.value_dim, s.dim), BF16),
+            d_value=((s.batch, s.length, s.heads, s.value_dim), BF16) if save else None,
+            ends=((s.batch, s.heads, s.chunks, s.value_dim, s.dim), BF16) if save else None,
             d_initial=(d_final.shape, F32),
         ),
         scratch=scratch,
@@ -759,10 +756,12 @@ def _back(s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_fin
 
 # --- grads -------------------------------------------------------------------------------------
 #
-# A program owns one chunk of one head and 64 key columns: one warpgroup. Everything that goes into
-# d log γ is a sum over key columns, so that each program gives its part. Registers: tiles of 64 × 64
-# float32 are 32 a thread; alive at once are dA, the matrix of d log γ, both masked products of the
-# cotangents, and one product. Sums go along rows only: sums down columns would cross warps.
+# A program has up to three warpgroups, which share nothing: each owns one chunk of one head and 64
+# key columns. Everything that goes into d log γ is a sum over key columns, so that each gives its
+# part. Registers: tiles of 64 × 64 float32 are 32 a thread; alive at once are dA, the matrix of
+# d log γ, one masked product and two more. Sums go along rows only: sums down columns would cross
+# warps. Shared memory: eight input tiles, in which later operands and the outputs take the place of
+# what has been read for the last time.
 
 
 _GRADS_GATES = (
@@ -774,40 +773,37 @@ _GRADS_GATES = (
 )
 
 
-def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
-    del warpgroup
-    batch, n, head, part = _split(program, s.batch, s.chunks, s.heads, s.dim // WIDTH)
-    here, columns = pl.ds(n * C, C), pl.ds(part * WIDTH, WIDTH)
+def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
     gated, normalize = "total" in r, "norm" in r
-    shape = (C, WIDTH)
+    parts = s.dim // WIDTH
+    worker = program * lanes + warpgroup
+    batch, n, head, part = _split(worker, s.batch, s.chunks, s.heads, parts)
+    here, columns = pl.ds(n * C, C), pl.ds(part * WIDTH, WIDTH)
+    square = (C, C)
+    own = {x: r[x].at[warpgroup] for x in r if x.endswith(("_tile", "_rows", "_columns"))}
+    first = pl.ds(0, C)  # where a wider tile holds a square
+
+    def bar(name):
+        return r[name].at[warpgroup]
 
     def fetch_query(g):
         at = batch, here, head * s.groups + g
-        m.fetch(r["d_out"].at[at], r["d_out_tile"], r["queries"])
-        m.fetch(r["query"].at[(*at, columns)], r["query_tile"], r["queries"])
+        m.fetch(r["d_out"].at[at], own["d_out_tile"], bar("queries"))
+        m.fetch(r["query"].at[(*at, columns)], own["query_tile"], bar("queries"))
 
-    fetch_query(0)
-    for name in ("residual", "d_value"):
-        m.fetch(r[name].at[batch, here, head], r[name + "_tile"], r["values"])
-    if gated:
-        for name in _GRADS_GATES:
-            m.fetch(r[name.split("_")[0]].at[batch, head, here], r[name], r["vectors"])
-    if normalize:
-        m.fetch(r["norm"].at[batch, head, here], r["norm_rows"], r["vectors"])
-    for name in ("write", "key"):
-        m.fetch(r[name].at[batch, here, head, columns], r[name + "_tile"], r["tiles"])
-    for name in ("starts", "ends"):
-        m.fetch(r[name].at[batch, head, n, :, columns], r[name + "_tile"], r["tiles"])
-
-    if gated or normalize:
-        m.wait(r["vectors"])
-    views = {}
-    carry = tail = norm = None
-    if gated:
-        views = {x: r[x] for x in ("total_rows", "total_columns", "reach_rows")}
-        carry, tail = m.load(r["carry_rows"], "rows"), m.load(r["tail_rows"], "rows")
-    if normalize:
-        norm = m.load(r["norm_rows"], "rows")
+    def fetch():
+        fetch_query(0)
+        for name in ("residual", "d_value"):
+            m.fetch(r[name].at[batch, here, head], own[name + "_tile"], bar("values"))
+        if gated:
+            for name in _GRADS_GATES:
+                m.fetch(r[name.split("_")[0]].at[batch, head, here], own[name], bar("vectors"))
+        if normalize:
+            m.fetch(r["norm"].at[batch, head, here], own["norm_rows"], bar("vectors"))
+        for name in ("write", "key"):
+            m.fetch(r[name].at[batch, here, head, columns], own[name + "_tile"], bar("tiles"))
+        for name in ("starts", "ends"):
+            m.fetch(r[name].at[batch, head, n, :, columns], own[name + "_tile"], bar("tiles"))
 
     def rows(x, *scales):
         for scale in scales:
@@ -815,137 +811,153 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
                 x = x * m.down(scale, x.shape)
         return x
 
-    def along(x, ref, *scales):
+    def along(x, ref):
         """Row by row, ``x`` times the tile in ``ref``."""
-        total = jnp.sum(x * m.load(ref).astype(F32), axis=1)
-        for scale in scales:
-            if scale is not None:
-                total = total * scale
-        return total
+        return jnp.sum(x * m.load(ref).astype(F32), axis=1)
 
-    def put(name, x, at):
-        m.sent(0, read=True)
-        tile = r["out_tile"] if x.dtype == BF16 else r["wide_tile"]
-        tile[...] = x
-        m.commit()
-        m.send((tile, r[name].at[(*at, columns)]))
+    def scale(name):
+        return m.load(own[name], "rows") if name in own else None
 
     def query_head(g, carried):
         d_write, crossing, source = carried
-        m.wait(r["queries"])
-        scores = _lower(m, m.product((r["d_out_tile"], r["residual_tile"].T)), views)
+        d_out, query, write = own["d_out_tile"], own["query_tile"], own["write_tile"]
+        m.wait(bar("queries"))
+        scores, d_query = m.products(
+            (None, (d_out, own["residual_tile"].T)), (None, (d_out, own["starts_tile"]))
+        )
+        scores = _lower(m, scores, own if gated else {})
+        d_query = rows(d_query, scale("carry_rows"))
+        if gated:
+            source = source + along(d_query, query)
         low = scores.astype(BF16)
-        r["scores_tile"][...] = low
+        d_query = m.product((low, write), init=d_query).astype(BF16)
+        d_out.at[:, first][...] = low
         m.commit()
-        if s.groups == 1:
-            m.wait(r["tiles"])
-        d_query = rows(m.product((r["d_out_tile"], r["starts_tile"])), carry)
+        terms = [(d_write, (d_out.at[:, first].T, query))]
         if gated:
-            source = source + along(d_query, r["query_tile"])
-        d_query = m.product((low, r["write_tile"]), init=d_query)
-        put("d_query", d_query.astype(BF16), (batch, here, head * s.groups + g))
-        d_write = m.product((r["scores_tile"].T, r["query_tile"]), init=d_write)
-        if gated:
-            crossing = crossing + scores * m.product((r["query_tile"], r["write_tile"].T))
+            d_write, overlap = m.products(*terms, (None, (query, write.T)))
+            crossing = crossing + scores * overlap
+        else:
+            (d_write,) = m.products(*terms)
+        query[...] = d_query
+        m.commit()
+        m.send((query, r["d_query"].at[batch, here, head * s.groups + g, columns]))
         if s.groups > 1:
 
             @pl.when(g + 1 < s.groups)
             def _():
-                m.commit()
+                m.sent(0, read=True)
                 fetch_query(g + 1)
 
         return d_write, crossing, source
 
-    m.wait(r["values"])
-    if s.groups > 1:
-        m.wait(r["tiles"])
-    zero = m.zeros(shape)
-    source = jnp.sum(zero, axis=1) if gated else None
-    carried = zero, zero if gated else None, source
-    if s.groups > 1:
-        carried = lax.fori_loop(0, s.groups, query_head, carried)
-    else:
-        carried = query_head(0, carried)
-    d_write, crossing, source = carried
+    def work():
+        key, write = own["key_tile"], own["write_tile"]
+        residual, d_value = own["residual_tile"], own["d_value_tile"]
+        fetch()
+        if gated or normalize:
+            m.wait(bar("vectors"))
+        m.wait(bar("values"))
+        m.wait(bar("tiles"))
+        zero = m.zeros(square)
+        carried = zero, zero if gated else None, jnp.sum(zero, axis=1) if gated else None
+        if s.groups > 1:
+            carried = lax.fori_loop(0, s.groups, query_head, carried)
+        else:
+            carried = query_head(0, carried)
+        d_write, crossing, source = carried
 
-    carried = rows(m.product((r["residual_tile"], r["ends_tile"])), tail)
-    if gated:
-        sink = along(carried, r["write_tile"])
-    d_write = d_write + carried
-
-    triangle = _lower(m, m.product((r["d_value_tile"], r["residual_tile"].T)), views, strict=True)
-    d_key = rows(m.product((r["d_value_tile"], r["starts_tile"])), carry)
-    if gated:
-        source = source - along(d_key, r["key_tile"], norm)
-        overlap = rows(m.product((r["key_tile"], r["write_tile"].T)), norm)
-        crossing = crossing - triangle * overlap
-    d_key = m.product((triangle.astype(BF16), r["write_tile"]), init=d_key)
-    put("d_key", (d_key * -1.0).astype(BF16), (batch, here, head))
-    r["scores_tile"][...] = (rows(triangle, norm) * -1.0).astype(BF16)
-    m.commit()
-    d_write = m.product((r["scores_tile"].T, r["key_tile"]), init=d_write)
-    put("d_write", d_write.astype(r["d_write"].dtype), (batch, here, head))
-
-    if gated:
-        kept = None
-        for low in range(0, s.value_dim, WIDTH):
-            cut = pl.ds(low, WIDTH)
-            x = m.load(r["starts_tile"].at[cut]).astype(F32)
-            x = jnp.sum(x * m.load(r["ends_tile"].at[cut]).astype(F32), axis=1)
-            kept = x if kept is None else kept + x
-        r["source_columns"][...] = source
-        r["sink_columns"][...] = sink
-        r["kept_columns"][...] = kept * r["carry_rows"][C - 1]
-        r["scores_tile"][...] = crossing.astype(BF16)
+        triangle, carried = m.products(
+            (None, (d_value, residual.T)), (None, (residual, own["ends_tile"]))
+        )
+        carried = rows(carried, scale("tail_rows"))
+        sink = along(carried, write) if gated else None
+        d_write = d_write + carried
+        triangle = _lower(m, triangle, own if gated else {}, strict=True)
+        d_key = rows(m.product((d_value, own["starts_tile"])), scale("carry_rows"))
+        if gated:
+            ahead = along(d_key, key)
+            source = source - (ahead * scale("norm_rows") if normalize else ahead)
+        d_key = m.product((triangle.astype(BF16), write), init=d_key)
+        triangle = rows(triangle, scale("norm_rows")) * -1.0
+        d_value.at[:, first][...] = triangle.astype(BF16)
         m.commit()
-        square = (C, C)
-        row, column = m.iota(square, 0), m.iota(square, 1)
-        later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
-        total = m.product((later, r["scores_tile"]))
-        total = total + m.across(m.load(r["sink_columns"], "columns"), square)
-        ends = m.across(m.load(r["source_columns"], "columns"), square)
-        total = jnp.where(column < row, total, ends)
-        total = total + m.across(m.load(r["kept_columns"], "columns"), square)
-        m.sent(0, read=True)
-        r["decay_row"][...] = jnp.sum(total, axis=1)
+        terms = [(d_write, (d_value.at[:, first].T, key))]
+        if gated:
+            d_write, overlap = m.products(*terms, (None, (key, write.T)))
+            residual.at[:, first][...] = (crossing + triangle * overlap).astype(BF16)
+        else:
+            (d_write,) = m.products(*terms)
+        key[...] = (d_key * -1.0).astype(BF16)
+        copies = [(key, r["d_key"].at[batch, here, head, columns])]
+        target = r["d_write"].at[batch, here, head, columns]
+        if r["d_write"].dtype == BF16:
+            write[...] = d_write.astype(BF16)
+            copies.append((write, target))
+        else:
+            target[...] = d_write
+        if gated:
+            own["source_columns"][...] = source
+            own["sink_columns"][...] = sink
+            kept = None
+            for low in range(0, s.value_dim, WIDTH):
+                cut = pl.ds(low, WIDTH)
+                x = along(m.load(own["starts_tile"].at[cut]).astype(F32), own["ends_tile"].at[cut])
+                kept = x if kept is None else kept + x
+            own["kept_columns"][...] = kept * own["carry_rows"][C - 1]
         m.commit()
-        m.send((r["decay_row"], r["d_decay"].at[part, batch, head, here]))
-    m.sent()
+        m.send(*copies)
+        if gated:
+            row, column = m.iota(square, 0), m.iota(square, 1)
+            later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
+            total = m.product((later, residual.at[:, first]))
+            total = total + m.across(m.load(own["sink_columns"], "columns"), square)
+            ends = m.across(m.load(own["source_columns"], "columns"), square)
+            total = jnp.where(column < row, total, ends)
+            total = total + m.across(m.load(own["kept_columns"], "columns"), square)
+            own["decay_rows"][...] = jnp.sum(total, axis=1)
+            m.commit()
+            m.send((own["decay_rows"], r["d_decay"].at[part, batch, head, here]))
+        m.sent()
+
+    pl.when(worker < s.batch * s.chunks * s.heads * parts)(work)
 
 
 def _grads(s: _Shape, query, key, write, norm, gates, d_out, res, back, write_dtype, interpret):
     gated, normalize = gates is not None, norm is not None
     names = _GRADS_GATES if gated else ()
-    scratch = dict(
-        d_out_tile=tile((C, s.value_dim)),
-        residual_tile=tile((C, s.value_dim)),
-        d_value_tile=tile((C, s.value_dim)),
-        query_tile=tile((C, WIDTH)),
-        key_tile=tile((C, WIDTH)),
-        write_tile=tile((C, WIDTH)),
-        starts_tile=tile((s.value_dim, WIDTH)),
-        ends_tile=tile((s.value_dim, WIDTH)),
-        scores_tile=tile((C, C)),
-        out_tile=tile((C, WIDTH)),
-        queries=barrier(2),
-        values=barrier(2),
-        tiles=barrier(4),
-    )
-    if names or normalize:
-        scratch["vectors"] = barrier(len(names) + normalize)
-    scratch |= {n: plain((C,), jnp.int32 if n.startswith("reach") else F32) for n in names}
-    if normalize:
-        scratch["norm_rows"] = plain((C,))
-    if write_dtype == F32:
-        scratch["wide_tile"] = tile((C, WIDTH), F32)
-    if gated:
-        for name in ("source_columns", "sink_columns", "kept_columns", "decay_row"):
-            scratch[name] = plain((C,))
     parts = s.dim // WIDTH
+    workers = s.batch * s.chunks * s.heads * parts
+    # Two programs of one warpgroup fit a multiprocessor where values are wide, one of three else.
+    lanes = 3 if s.value_dim == WIDTH else 1
+    wide, narrow = tile((lanes, C, s.value_dim)), tile((lanes, C, WIDTH))
+    states = tile((lanes, s.value_dim, WIDTH))
+    vectors = list(names)
+    if gated:
+        vectors += ["source_columns", "sink_columns", "kept_columns", "decay_rows"]
+    if normalize:
+        vectors.append("norm_rows")
+    scratch = dict(
+        d_out_tile=wide,
+        residual_tile=wide,
+        d_value_tile=wide,
+        query_tile=narrow,
+        key_tile=narrow,
+        write_tile=narrow,
+        starts_tile=states,
+        ends_tile=states,
+        queries=barrier(2, lanes),
+        values=barrier(2, lanes),
+        tiles=barrier(4, lanes),
+        **_views(vectors, lanes),
+    )
+    if gated or normalize:
+        scratch["vectors"] = barrier(len(names) + normalize, lanes)
     return backend.launch(
-        functools.partial(_grads_kernel, s=s),
+        functools.partial(_grads_kernel, s=s, lanes=lanes),
         name="vla_hopper_delta_grads",
-        programs=s.batch * s.chunks * s.heads * parts,
+        programs=-(-workers // lanes),
+        warpgroups=lanes,
         inputs=dict(
             query=query,
             key=key,
@@ -972,17 +984,38 @@ def _grads(s: _Shape, query, key, write, norm, gates, d_out, res, back, write_dt
 # --- the primitive -----------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
-    """Inputs of a call, padded to whole chunks."""
+FILL = 132  # programs of a sweep that fill the device
+MIN_PIECES = 4  # fewer do not pay for the two further sweeps that cutting a sequence costs
+MIN_SPAN = 16  # fewest chunks of a piece
+
+
+class _Call(NamedTuple):
+    """One call: its sizes, and how its arrays are padded to whole chunks and pieces."""
 
     shape: _Shape
-    gates: _Gates | None
     pad: int
 
     def tokens(self, x: Array | None) -> Array | None:
+        """``[B, T, …]`` padded with zeros."""
         if x is None or not self.pad:
             return x
         return jnp.pad(x, ((0, 0), (0, self.pad), *((0, 0),) * (x.ndim - 2)))
+
+    def state(self, x: Array | None) -> Array | None:
+        """``[B, H, D, E]`` transposed, float32."""
+        return None if x is None else jnp.swapaxes(x.astype(F32), 2, 3)
+
+    def decay(self, log_decay: Array | None, segment_ids: Array | None) -> Array | None:
+        """``[B, H, T]`` float32, with the starts of segments as resets."""
+        if log_decay is None and segment_ids is None:
+            return None
+        s = self.shape
+        if log_decay is None:
+            log_decay = jnp.zeros((s.batch, s.length - self.pad, s.heads), F32)
+        log_decay = log_decay.astype(F32)
+        if segment_ids is not None:
+            log_decay = jnp.where(_starts(segment_ids), RESET, log_decay)
+        return jnp.swapaxes(self.tokens(log_decay), 1, 2)
 
 
 def _starts(segment_ids: Array) -> Array:
@@ -990,21 +1023,53 @@ def _starts(segment_ids: Array) -> Array:
     return jnp.pad(change, ((0, 0), (1, 0)))[:, :, None]
 
 
-def _resets(log_decay: Array, segment_ids: Array | None) -> Array:
-    resets = log_decay <= RESET
-    return resets if segment_ids is None else resets | _starts(segment_ids)
+def _pieces(programs: int, chunks: int) -> int:
+    """In how many pieces a sequence is cut: one, unless programs are far too few."""
+    count = min(FILL // programs, chunks // MIN_SPAN)
+    return 1 << (count.bit_length() - 1) if count >= MIN_PIECES else 1
 
 
-def _call(query, key, value, log_decay, segment_ids) -> Call:
+def _call(query, key, value, pieces) -> _Call:
     batch, length, heads, dim = key.shape
-    if segment_ids is not None:
-        log_decay = jnp.zeros((batch, length, heads), F32) if log_decay is None else log_decay
-        log_decay = jnp.where(_starts(segment_ids), RESET, log_decay.astype(F32))
-    pad = -length % C
-    shape = _Shape(
-        batch, length + pad, heads, query.shape[2] // heads, dim, value.shape[-1], pieces=1
-    )
-    return Call(shape, _gates(log_decay, pad), pad)
+    value_dim = value.shape[-1]
+    for name, size in (("key", dim), ("value", value_dim)):
+        if size not in (64, 128):
+            raise NotImplementedError(f"{name} dimension must be 64 or 128, got {size}")
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dtype != BF16:
+            raise NotImplementedError(f"{name} must be bfloat16, got {x.dtype}")
+    if pieces is None:
+        pieces = _pieces(batch * heads * value_dim // WIDTH, -(-length // C))
+    pad = -length % (C * pieces)
+    groups = query.shape[2] // heads
+    return _Call(_Shape(batch, length + pad, heads, groups, dim, value_dim, pieces), pad)
+
+
+def _spread(x: Array | None, s: _Shape, *, last: bool = False) -> Array | None:
+    """``[B, H, E, D]`` as the first (or last) of each sequence's pieces, zeros elsewhere."""
+    if x is None or s.pieces == 1:
+        return x
+    out = jnp.zeros((s.batch, s.pieces, *x.shape[1:]), F32).at[:, -1 if last else 0].set(x)
+    return out.reshape(s.batch * s.pieces, *x.shape[1:])
+
+
+def _join(shifts: Array, maps: Array, s: _Shape, *, reverse: bool) -> Array:
+    """States at the pieces' starts (ends: ``reverse``) from what each piece makes of the first.
+
+    A piece takes the transposed state X to ``X maps + shift``, its cotangent to
+    ``R mapsᵀ + shift``; the first piece's shift holds what its given state becomes.
+    """
+    shifts = shifts.reshape(s.batch, s.pieces, *shifts.shape[1:])
+    order = range(s.pieces - 1, -1, -1) if reverse else range(s.pieces)
+    product = "bhed,bhcd->bhec" if reverse else "bhed,bhdc->bhec"
+    state, states = None, {}
+    for piece in order:
+        if state is not None:
+            states[piece] = state
+            state = jnp.einsum(product, state, maps[:, piece], precision=lax.Precision.HIGHEST)
+        shift = shifts[:, piece]
+        state = shift if state is None else state + shift
+    return jnp.stack([states[i] for i in sorted(states)], axis=1)
 
 
 def forward(
@@ -1020,6 +1085,7 @@ def forward(
     solve_rest: bool = False,
     normalize_key: bool = False,
     save_residuals: bool = True,
+    pieces: int | None = None,
     interpret: bool = False,
 ) -> tuple[Array, Array, Residuals | None]:
     """``S ← γ S + a (v − γ Sᵀ k)ᵀ``, ``o = Sᵀ q`` over tokens.
@@ -1034,42 +1100,61 @@ def forward(
       solve_rest: whether the triangular solve takes it too.
       normalize_key: whether keys are scaled to unit length.
       save_residuals: whether a backward is to follow.
+      pieces: in how many pieces a sequence is cut that are swept side by side; None: by size.
       interpret: run by Pallas' interpreter.
 
     Returns:
       ``(out [B, T, Hq, E], memory [B, H, D, E] float32, residuals or None)``.
     """
-    call = _call(query, key, value, log_decay, segment_ids)
+    call = _call(query, key, value, pieces)
     s = call.shape
     query, key, write_key, write_rest, value = map(
         call.tokens, (query, key, write_key, write_rest, value)
     )
+    decay = call.decay(log_decay, segment_ids)
     solved = _invert(
-        s, key, write_key, write_rest if solve_rest else None, call.gates, normalize_key, interpret
+        s, key, write_key, write_rest if solve_rest else None, decay, normalize_key, interpret
     )
-    initial = None
-    if initial_memory is not None:
-        initial = jnp.swapaxes(initial_memory.astype(F32), 2, 3)
     inverse, norm = solved["inverse"], solved.get("norm")
-    swept = _sweep(
-        s,
-        query,
-        key,
-        write_key,
-        write_rest,
-        value,
-        inverse,
-        norm,
-        call.gates,
-        initial,
-        save_residuals,
-        interpret,
-    )
+    gates = None if decay is None else Gates(*(solved[name] for name in Gates._fields))
+
+    def sweep(s, query, value, initial, save):
+        return _sweep(
+            s,
+            query,
+            key,
+            write_key,
+            write_rest,
+            value,
+            inverse,
+            norm,
+            gates,
+            initial,
+            save,
+            interpret,
+        )
+
+    initial = call.state(initial_memory)
+    maps = None
+    if s.pieces > 1:
+        given = _spread(initial, s)
+        shifts = sweep(s, None, value, given, False)["final"]
+        eye = jnp.broadcast_to(
+            jnp.eye(s.dim, dtype=F32), (s.batch * s.pieces, s.heads, s.dim, s.dim)
+        )
+        maps = sweep(s._replace(value_dim=s.dim), None, None, eye, False)["final"]
+        maps = maps.reshape(s.batch, s.pieces, *maps.shape[1:])
+        starts = _join(shifts, maps, s, reverse=False)
+        if initial is None:
+            initial = jnp.zeros_like(starts[:, 0])
+        initial = jnp.concatenate([initial[:, None], starts], axis=1)
+        initial = initial.reshape(-1, *initial.shape[2:])
+    swept = sweep(s, query, value, initial, save_residuals)
     residuals = None
     if save_residuals:
-        residuals = Residuals(inverse, norm, swept["residual"], swept["starts"])
-    out = swept["out"][:, : s.length - call.pad]
-    return out, jnp.swapaxes(swept["final"], 2, 3), residuals
+        residuals = Residuals(inverse, norm, gates, swept["residual"], swept["starts"], maps)
+    final = swept["final"].reshape(s.batch, s.pieces, *swept["final"].shape[1:])[:, -1]
+    return swept["out"][:, : s.length - call.pad], jnp.swapaxes(final, 2, 3), residuals
 
 
 def backward(
@@ -1093,7 +1178,8 @@ def backward(
       ``(d_query, d_key, d_write_key, d_value, d_initial_memory, d_log_decay or None)``. The second
       is the cotangent of the unit key if ``forward`` normalised; the third has ``write_dtype``.
     """
-    call = _call(query, key, value, log_decay, segment_ids)
+    maps, gates = residuals.maps, residuals.gates
+    call = _call(query, key, value, 1 if maps is None else maps.shape[1])
     s = call.shape
     query, key, write_key, write_rest, d_out = map(
         call.tokens, (query, key, write_key, write_rest, d_out)
@@ -1101,21 +1187,40 @@ def backward(
     if d_memory is None:
         d_final = jnp.zeros((s.batch, s.heads, s.value_dim, s.dim), F32)
     else:
-        d_final = jnp.swapaxes(d_memory.astype(F32), 2, 3)
-    inverse, norm = residuals.inverse, residuals.norm
-    back = _back(
-        s, query, key, write_key, write_rest, inverse, norm, call.gates, d_out, d_final, interpret
-    )
+        d_final = call.state(d_memory)
+
+    def back(d_final, save):
+        return _back(
+            s,
+            query,
+            key,
+            write_key,
+            write_rest,
+            residuals.inverse,
+            residuals.norm,
+            gates,
+            d_out,
+            d_final,
+            save,
+            interpret,
+        )
+
+    if s.pieces > 1:
+        shifts = back(_spread(d_final, s, last=True), False)["d_initial"]
+        ends = _join(shifts, maps, s, reverse=True)
+        d_final = jnp.concatenate([ends, d_final[:, None]], axis=1)
+        d_final = d_final.reshape(-1, *d_final.shape[2:])
+    swept = back(d_final, True)
     grads = _grads(
         s,
         query,
         key,
         write_key,
-        norm,
-        call.gates,
+        residuals.norm,
+        gates,
         d_out,
         residuals,
-        back,
+        swept,
         jnp.dtype(write_dtype),
         interpret,
     )
@@ -1123,12 +1228,16 @@ def backward(
     d_log_decay = None
     if log_decay is not None:
         d_log_decay = jnp.swapaxes(jnp.sum(grads["d_decay"], axis=0), 1, 2)[:, :length]
-        d_log_decay = jnp.where(_resets(log_decay, segment_ids), 0.0, d_log_decay)
+        resets = log_decay <= RESET
+        if segment_ids is not None:
+            resets |= _starts(segment_ids)
+        d_log_decay = jnp.where(resets, 0.0, d_log_decay)
+    d_initial = swept["d_initial"].reshape(s.batch, s.pieces, *swept["d_initial"].shape[1:])[:, 0]
     return (
         grads["d_query"][:, :length],
         grads["d_key"][:, :length],
         grads["d_write"][:, :length],
-        back["d_value"][:, :length],
-        jnp.swapaxes(back["d_initial"], 2, 3),
+        swept["d_value"][:, :length],
+        jnp.swapaxes(d_initial, 2, 3),
         d_log_decay,
     )
