@@ -79,12 +79,6 @@ class Machine:
         """``vector[j]`` in every row of column j."""
         return lax.broadcast_in_dim(vector, shape, [1])
 
-    def iota(self, shape, dimension: int) -> Array:
-        """The row or column of every entry of a tile."""
-        if self.interpreted:
-            return lax.broadcasted_iota(jnp.int32, shape, dimension)
-        return plgpu.broadcasted_iota(jnp.int32, shape, dimension, layout=self._layout("tile"))
-
     def zeros(self, shape) -> Array:
         """A tile of zeros."""
         x = jnp.zeros(shape, jnp.float32)
@@ -304,14 +298,11 @@ def launch(
 
     def kernel(*refs, **buffers):
         references = dict(zip([*inputs, *shapes], refs, strict=True)) | buffers
-        warpgroup = lax.axis_index("warpgroup") if warpgroups > 1 else 0
-        body(machine, references, lax.axis_index("program"), warpgroup)
+        body(machine, references, lax.axis_index("program"), lax.axis_index("warpgroup"))
         if warpgroups > 1:
             machine.leave(buffers["done"])
 
-    threads = dict(num_threads=warpgroups, thread_name="warpgroup") if warpgroups > 1 else {}
-    if interpret:
-        threads["interpret"] = plgpu.InterpretGPUParams()
+    interpreter = dict(interpret=plgpu.InterpretGPUParams()) if interpret else {}
     values = plgpu.kernel(
         kernel,
         out_type=list(shapes.values()),
@@ -320,6 +311,8 @@ def launch(
         grid_names=("program",),
         kernel_name=name,
         compiler_params=plgpu.CompilerParams(approx_math=True),
-        **threads,
+        num_threads=warpgroups,
+        thread_name="warpgroup",
+        **interpreter,
     )(*inputs.values())
     return dict(zip(shapes, values, strict=True))

@@ -39,6 +39,8 @@ from vla_jax.types import Array
 
 C = 64  # tokens of a chunk
 WIDTH = 64  # value columns of a sweep's program, key columns of the cotangents' program
+INVERT_LANES = 3
+GRADS_LANES = 3
 RESET = -104.0  # a log decay from here on is a reset: exp(−104) is zero in float32
 LOG2E = math.log2(math.e)
 F32, BF16 = jnp.float32, jnp.bfloat16
@@ -89,28 +91,51 @@ class _Shape(NamedTuple):
         return self.value_dim // WIDTH
 
 
-def _lower(m: Machine, x: Array, gates: dict, *, strict: bool = False) -> Array:
-    """``Γ ∘ x`` with tokens in order along rows (t) and columns (s)."""
-    row, column = m.iota(x.shape, 0), m.iota(x.shape, 1)
-    keep = row > column if strict else row >= column
+def _places(m: Machine) -> tuple[Array, Array]:
+    """The row and the column of every entry of a square, as vectors that are spread."""
+    square = (C, C)
+    return m.down(m.index(C, "rows"), square), m.across(m.index(C, "columns"), square)
+
+
+def _decay(m: Machine, gates: dict) -> Array:
+    """``Γ[t, s]`` with t along rows and s along columns."""
+    square = (C, C)
+    row, column = _places(m)
     if not gates:
-        return jnp.where(keep, x, 0.0)
+        return jnp.where(row >= column, 1.0, 0.0)
     reach = gates["reach"] if "reach" in gates else m.load(gates["reach_rows"], "rows")
     total = gates["total"] if "total" in gates else m.load(gates["total_rows"], "rows")
-    keep &= column.astype(F32) >= m.down(reach, x.shape)
-    exponent = m.down(total, x.shape) - m.across(m.load(gates["total_columns"], "columns"), x.shape)
-    return x * jnp.exp2(jnp.where(keep, exponent, -jnp.inf))
+    columns = m.across(m.index(C, "columns").astype(F32), square)
+    keep = (row >= column) & (columns >= m.down(reach, square))
+    exponent = m.down(total, square) - m.across(m.load(gates["total_columns"], "columns"), square)
+    return jnp.exp2(jnp.where(keep, exponent, -jnp.inf))
+
+
+def _lower(m: Machine, x: Array, gates: dict) -> Array:
+    """``Γ ∘ x`` with t along rows."""
+    if gates:
+        return x * _decay(m, gates)
+    row, column = _places(m)
+    return jnp.where(row >= column, x, 0.0)
+
+
+def _below(m: Machine, x: Array) -> Array:
+    """What is below the diagonal."""
+    row, column = _places(m)
+    return jnp.where(row > column, x, 0.0)
 
 
 def _upper(m: Machine, x: Array, gates: dict) -> Array:
     """``Γᵀ ∘ x``: the tokens of columns (t) come after those of rows (s)."""
-    row, column = m.iota(x.shape, 0), m.iota(x.shape, 1)
-    keep = column >= row
+    square = (C, C)
+    row, column = _places(m)
     if not gates:
-        return jnp.where(keep, x, 0.0)
-    keep &= row.astype(F32) >= m.across(m.load(gates["reach_columns"], "columns"), x.shape)
-    exponent = m.across(m.load(gates["total_columns"], "columns"), x.shape) - m.down(
-        m.load(gates["total_rows"], "rows"), x.shape
+        return jnp.where(column >= row, x, 0.0)
+    rows = m.down(m.index(C, "rows").astype(F32), square)
+    reach = m.across(m.load(gates["reach_columns"], "columns"), square)
+    keep = (column >= row) & (rows >= reach)
+    exponent = m.across(m.load(gates["total_columns"], "columns"), square) - m.down(
+        m.load(gates["total_rows"], "rows"), square
     )
     return x * jnp.exp2(jnp.where(keep, exponent, -jnp.inf))
 
@@ -141,7 +166,7 @@ def _stages(count: int, stage: int, fixed: int) -> int:
 def _decay_of_chunk(m: Machine, r, log_decay) -> dict:
     """Fills the chunk's vectors of ``Gates``; returns those that ``_lower`` takes."""
     square = (C, C)
-    row, column = m.iota(square, 0), m.iota(square, 1)
+    row, column = _places(m)
     g = m.load(log_decay, "columns")
     reset = g <= RESET
     g = m.across(jnp.where(reset, 0.0, g * LOG2E), square)
@@ -180,7 +205,6 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
     def chunk(n):
         slot = lax.rem(n, 2)
         here = pl.ds((block * run + n) * C, C)
-        row, column = m.iota(square, 0), m.iota(square, 1)
         m.wait(r["ready"].at[warpgroup * 2 + slot])
 
         @pl.when(n + 1 < run)
@@ -202,13 +226,14 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
             own["norm_vector"][...] = norm
             lower = lower * m.down(norm, square)
         views = _decay_of_chunk(m, own, r["decays"].at[warpgroup, slot]) if gated else {}
-        lower = _lower(m, lower, views, strict=True)
+        lower = _below(m, _lower(m, lower, views) if gated else lower)
         x = m.block_inverses(lower, own["buffer"])
-        x = jnp.where(lax.div(row, BLOCK) == lax.div(column, BLOCK), x, 0.0)
-        for size in (2 * BLOCK, 4 * BLOCK):
-            half = size // 2
-            corner = lax.div(row, size) == lax.div(column, size)
-            corner &= (lax.rem(row, size) >= half) & (lax.rem(column, size) < half)
+        # Blocks of 16, 32 and 64 by the highest bit in which row and column differ.
+        row, column = _places(m)
+        apart = row ^ column
+        x = jnp.where(apart < BLOCK, x, 0.0)
+        for size in (BLOCK, 2 * BLOCK):
+            corner = (apart >= size) if size == 2 * BLOCK else (apart >= size) & (apart < 2 * size)
             own["operand_tile"][...] = x.astype(BF16)
             m.commit()
             link = m.product((jnp.where(corner, lower, 0.0).astype(BF16), own["operand_tile"]))
@@ -237,7 +262,7 @@ def _invert(s: _Shape, key, write, rest, log_decay, normalize, interpret):
     vectors = (*Gates._fields,) if gated else ()
     vectors += ("norm",) if normalize else ()
     size = 2 * pairs * 2 * C * s.dim + 2 * C * C + 4 * C * (C + PAD) + 4 * C * (len(vectors) + 2)
-    lanes = max(min(3, (backend.SHARED - 8192) // size), 1)
+    lanes = 1 if interpret else max(min(INVERT_LANES, (backend.SHARED - 8192) // size), 1)
     scratch = dict(
         key_tile=tile((lanes, 2, C, s.dim)),
         write_tile=tile((lanes, 2, C, s.dim)),
@@ -818,14 +843,14 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
     def scale(name):
         return m.load(own[name], "rows") if name in own else None
 
-    def query_head(g, carried):
+    def query_head(decay, g, carried):
         d_write, crossing, source = carried
         d_out, query, write = own["d_out_tile"], own["query_tile"], own["write_tile"]
         m.wait(bar("queries"))
         scores, d_query = m.products(
             (None, (d_out, own["residual_tile"].T)), (None, (d_out, own["starts_tile"]))
         )
-        scores = _lower(m, scores, own if gated else {})
+        scores = scores * decay
         d_query = rows(d_query, scale("carry_rows"))
         if gated:
             source = source + along(d_query, query)
@@ -861,10 +886,11 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         m.wait(bar("tiles"))
         zero = m.zeros(square)
         carried = zero, zero if gated else None, jnp.sum(zero, axis=1) if gated else None
+        decay = _decay(m, own if gated else {})
         if s.groups > 1:
-            carried = lax.fori_loop(0, s.groups, query_head, carried)
+            carried = lax.fori_loop(0, s.groups, functools.partial(query_head, decay), carried)
         else:
-            carried = query_head(0, carried)
+            carried = query_head(decay, 0, carried)
         d_write, crossing, source = carried
 
         triangle, carried = m.products(
@@ -873,7 +899,7 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         carried = rows(carried, scale("tail_rows"))
         sink = along(carried, write) if gated else None
         d_write = d_write + carried
-        triangle = _lower(m, triangle, own if gated else {}, strict=True)
+        triangle = _below(m, triangle * decay if gated else triangle)
         d_key = rows(m.product((d_value, own["starts_tile"])), scale("carry_rows"))
         if gated:
             ahead = along(d_key, key)
@@ -908,7 +934,7 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         m.commit()
         m.send(*copies)
         if gated:
-            row, column = m.iota(square, 0), m.iota(square, 1)
+            row, column = _places(m)
             later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
             total = m.product((later, residual.at[:, first]))
             total = total + m.across(m.load(own["sink_columns"], "columns"), square)
@@ -929,7 +955,7 @@ def _grads(s: _Shape, query, key, write, norm, gates, d_out, res, back, write_dt
     parts = s.dim // WIDTH
     workers = s.batch * s.chunks * s.heads * parts
     # Two programs of one warpgroup fit a multiprocessor where values are wide, one of three else.
-    lanes = 3 if s.value_dim == WIDTH else 1
+    lanes = GRADS_LANES if s.value_dim == WIDTH and not interpret else 1
     wide, narrow = tile((lanes, C, s.value_dim)), tile((lanes, C, WIDTH))
     states = tile((lanes, s.value_dim, WIDTH))
     vectors = list(names)
