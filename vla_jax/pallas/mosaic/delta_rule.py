@@ -39,20 +39,12 @@ from vla_jax.types import Array
 
 C = 64  # tokens of a chunk
 WIDTH = 64  # value columns of a sweep's program, key columns of the cotangents' program
-INVERT_LANES = 3
-GRADS_LANES = 3
-RESET = -104.0  # a log decay from here on is a reset: exp(−104) is zero in float32
+INVERT_LANES = 1
+GRADS_LANES = 1
+FLOOR = -160.0  # log2 of the least decay of a token; 2 to this is zero in float32
+RESET = -111.0  # a log decay from here on is below FLOOR: it forgets everything
 LOG2E = math.log2(math.e)
 F32, BF16 = jnp.float32, jnp.bfloat16
-
-
-class Gates(NamedTuple):
-    """The decay of a call, chunk by chunk; float32 ``[B, H, T]``."""
-
-    total: Array  # log2 of the decay since the chunk's start, resets left out
-    reach: Array  # the last reset of the chunk up to this token; −1: none
-    carry: Array  # e: what is left of the memory at the chunk's start
-    tail: Array  # τ: what will be left at the chunk's end
 
 
 class Residuals(NamedTuple):
@@ -60,7 +52,7 @@ class Residuals(NamedTuple):
 
     inverse: Array  # Tm, [B, H, T, C]
     norm: Array | None  # 1 / ‖key‖, [B, H, T]
-    gates: Gates | None
+    total: Array | None  # log2 of the decay since the chunk's start, [B, H, T]
     residual: Array  # E, [B, T, H, E]
     starts: Array  # S at chunk starts, [B, H, N, E, D]
     maps: Array | None  # transposed linear part of each piece's map of S, [B, P, H, D, D]
@@ -92,52 +84,37 @@ class _Shape(NamedTuple):
 
 
 def _places(m: Machine) -> tuple[Array, Array]:
-    """The row and the column of every entry of a square, as vectors that are spread."""
+    """The row and the column of every entry of a square, as vectors that are spread.
+
+    Behind a barrier, so that loops do not carry masks of a square in registers.
+    """
     square = (C, C)
-    return m.down(m.index(C, "rows"), square), m.across(m.index(C, "columns"), square)
+    row, column = lax.optimization_barrier((m.index(C, "rows"), m.index(C, "columns")))
+    return m.down(row, square), m.across(column, square)
 
 
-def _decay(m: Machine, gates: dict) -> Array:
-    """``Γ[t, s]`` with t along rows and s along columns."""
-    square = (C, C)
+def _lower(m: Machine, x: Array, totals=None) -> Array:
+    """``Γ ∘ x`` with t along rows and s along columns; ``totals`` along both, None: no decay."""
     row, column = _places(m)
-    if not gates:
-        return jnp.where(row >= column, 1.0, 0.0)
-    reach = gates["reach"] if "reach" in gates else m.load(gates["reach_rows"], "rows")
-    total = gates["total"] if "total" in gates else m.load(gates["total_rows"], "rows")
-    columns = m.across(m.index(C, "columns").astype(F32), square)
-    keep = (row >= column) & (columns >= m.down(reach, square))
-    exponent = m.down(total, square) - m.across(m.load(gates["total_columns"], "columns"), square)
-    return jnp.exp2(jnp.where(keep, exponent, -jnp.inf))
+    if totals is None:
+        return jnp.where(row >= column, x, 0.0)
+    exponent = m.down(totals[0], x.shape) - m.across(totals[1], x.shape)
+    return x * jnp.exp2(jnp.where(row >= column, exponent, -jnp.inf))
 
 
-def _lower(m: Machine, x: Array, gates: dict) -> Array:
-    """``Γ ∘ x`` with t along rows."""
-    if gates:
-        return x * _decay(m, gates)
+def _upper(m: Machine, x: Array, totals=None) -> Array:
+    """``Γᵀ ∘ x``: the tokens of columns (t) come after those of rows (s)."""
     row, column = _places(m)
-    return jnp.where(row >= column, x, 0.0)
+    if totals is None:
+        return jnp.where(column >= row, x, 0.0)
+    exponent = m.across(totals[1], x.shape) - m.down(totals[0], x.shape)
+    return x * jnp.exp2(jnp.where(column >= row, exponent, -jnp.inf))
 
 
 def _below(m: Machine, x: Array) -> Array:
     """What is below the diagonal."""
     row, column = _places(m)
     return jnp.where(row > column, x, 0.0)
-
-
-def _upper(m: Machine, x: Array, gates: dict) -> Array:
-    """``Γᵀ ∘ x``: the tokens of columns (t) come after those of rows (s)."""
-    square = (C, C)
-    row, column = _places(m)
-    if not gates:
-        return jnp.where(column >= row, x, 0.0)
-    rows = m.down(m.index(C, "rows").astype(F32), square)
-    reach = m.across(m.load(gates["reach_columns"], "columns"), square)
-    keep = (column >= row) & (rows >= reach)
-    exponent = m.across(m.load(gates["total_columns"], "columns"), square) - m.down(
-        m.load(gates["total_rows"], "rows"), square
-    )
-    return x * jnp.exp2(jnp.where(keep, exponent, -jnp.inf))
 
 
 def _split(index: Array, *sizes: int) -> tuple[Array, ...]:
@@ -163,25 +140,14 @@ def _stages(count: int, stage: int, fixed: int) -> int:
 # and 64 from them: X ← X − X N X with only the blocks below the diagonal of the next size in N.
 
 
-def _decay_of_chunk(m: Machine, r, log_decay) -> dict:
-    """Fills the chunk's vectors of ``Gates``; returns those that ``_lower`` takes."""
-    square = (C, C)
+def _running(m: Machine, log_decay) -> Array:
+    """log2 of the decay since the chunk's start, along rows.
+
+    ``FLOOR`` a token is enough: what is 160 doublings apart is zero, so that resets need no masks.
+    """
     row, column = _places(m)
-    g = m.load(log_decay, "columns")
-    reset = g <= RESET
-    g = m.across(jnp.where(reset, 0.0, g * LOG2E), square)
-    position = jnp.where(reset, m.index(C, "columns").astype(F32), -1.0)
-    before = row >= column
-    total = jnp.sum(jnp.where(before, g, 0.0), axis=1)
-    reach = jnp.max(jnp.where(before, m.across(position, square), -1.0), axis=1)
-    r["total_vector"][...] = total
-    r["reach_vector"][...] = reach
-    r["carry_vector"][...] = jnp.where(reach < 0, jnp.exp2(total), 0.0)
-    m.commit()
-    left = jnp.exp2(r["total_vector"][C - 1] - total)
-    here = m.index(C, "rows").astype(F32)
-    r["tail_vector"][...] = jnp.where(here >= r["reach_vector"][C - 1], left, 0.0)
-    return {"total_columns": r["total_vector"], "total": total, "reach": reach}
+    g = jnp.maximum(m.load(log_decay, "columns") * LOG2E, FLOOR)
+    return jnp.sum(jnp.where(row >= column, m.across(g, (C, C)), 0.0), axis=1)
 
 
 def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, lanes: int):
@@ -225,8 +191,12 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
             norm = jnp.where(known, lax.rsqrt(jnp.sum(k * k, axis=1)) * inverse, 0.0)
             own["norm_vector"][...] = norm
             lower = lower * m.down(norm, square)
-        views = _decay_of_chunk(m, own, r["decays"].at[warpgroup, slot]) if gated else {}
-        lower = _below(m, _lower(m, lower, views) if gated else lower)
+        if gated:
+            total = _running(m, r["decays"].at[warpgroup, slot])
+            own["total_vector"][...] = total
+            m.commit()
+            lower = _lower(m, lower, (total, m.load(own["total_vector"], "columns")))
+        lower = _below(m, lower)
         x = m.block_inverses(lower, own["buffer"])
         # Blocks of 16, 32 and 64 by the highest bit in which row and column differ.
         row, column = _places(m)
@@ -243,7 +213,7 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
         own["operand_tile"][...] = x.astype(BF16)
         m.commit()
         copies = [(own["operand_tile"], r["inverse"].at[batch, head, here])]
-        for name in ("norm", *Gates._fields):
+        for name in ("norm", "total"):
             if name in r:
                 copies.append((own[name + "_vector"], r[name].at[batch, head, here]))
         m.send(*copies)
@@ -252,14 +222,14 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
     def _():
         fetch(0, 0)
         pl.loop(0, run)(chunk)
-        m.sent()
+        m.sent(read=True)
 
 
 def _invert(s: _Shape, key, write, rest, log_decay, normalize, interpret):
     run = next(n for n in (8, 4, 2, 1) if s.chunks % n == 0)
     gated = log_decay is not None
     pairs = 2 + (rest is not None)
-    vectors = (*Gates._fields,) if gated else ()
+    vectors = ("total",) if gated else ()
     vectors += ("norm",) if normalize else ()
     size = 2 * pairs * 2 * C * s.dim + 2 * C * C + 4 * C * (C + PAD) + 4 * C * (len(vectors) + 2)
     lanes = 1 if interpret else max(min(INVERT_LANES, (backend.SHARED - 8192) // size), 1)
@@ -324,9 +294,8 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             if normalize:
                 m.fetch(r["norm"].at[batch, head, here], r["norm_columns"].at[slot], ready)
             if gated:
-                for name in _SWEEP_GATES if read else _STATE_GATES:
-                    source = r[name.split("_")[0]].at[batch, head, here]
-                    m.fetch(source, r[name].at[slot], ready)
+                for name in ("total_columns", "total_rows")[: 1 + read]:
+                    m.fetch(r["total"].at[batch, head, here], r[name].at[slot], ready)
 
         @pl.loop(0, s.span)
         def _(n):
@@ -384,7 +353,9 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             recalled = m.product((rounded, keys.T))
             scale = None
             if gated:
-                scale = m.load(r["carry_columns"].at[slot], "columns")
+                total = m.load(r["total_columns"].at[slot], "columns")
+                end = r["total_columns"][slot, C - 1]
+                scale = jnp.exp2(total)
             if normalize:
                 norm = m.load(r["norm_columns"].at[slot], "columns")
                 scale = norm if scale is None else scale * norm
@@ -412,9 +383,8 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                         ),
                     )
             if gated:
-                tail = m.load(r["tail_columns"].at[slot], "columns")
-                residual = residual * m.across(tail, across)
-                memory = memory * r["carry_columns"][slot, C - 1]
+                residual = residual * m.across(jnp.exp2(end - total), across)
+                memory = memory * jnp.exp2(end)
             residual = residual.astype(BF16)
             writes = [r[x].at[slot] for x in ("write_tile", "rest_tile") if x in r]
             memory = m.product(*((residual, a) for a in writes), init=memory)
@@ -426,7 +396,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             for n in range(max(s.span - 2, 0), s.span):
                 m.wait(r["passed"].at[n % 2])
         r["final"].at[start, head, columns][...] = memory
-        m.sent()
+        m.sent(read=True)
 
     if not read:
         return
@@ -440,11 +410,12 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             slot, half = lax.rem(n, stages), lax.rem(n, 2)
             m.wait(r["ready"].at[slot])
             writes = r["write_tile"].at[slot]
-            views = {}
+            totals = None
             if gated:
-                names = ("total_rows", "total_columns", "reach_rows")
-                views = {name: r[name].at[slot] for name in names}
-                carry = m.load(r["carry_rows"].at[slot], "rows")
+                totals = (
+                    m.load(r["total_rows"].at[slot], "rows"),
+                    m.load(r["total_columns"].at[slot], "columns"),
+                )
 
             @pl.loop(0, s.groups)
             def _(g):
@@ -452,7 +423,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                 place, side = lax.rem(step, depth), lax.rem(step, 2)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
-                scores = _lower(m, m.product((query, writes.T)), views).astype(BF16)
+                scores = _lower(m, m.product((query, writes.T)), totals).astype(BF16)
 
                 @pl.when(g == 0)
                 def _():
@@ -460,7 +431,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
 
                 out = m.product((query, r["memory_tile"].at[half].T))
                 if gated:
-                    out = out * m.down(carry, out.shape)
+                    out = out * m.down(jnp.exp2(totals[0]), out.shape)
                 out = m.product((scores, r["residual_tile"].at[half]), init=out)
                 m.arrive(r["query_free"].at[place])
                 m.sent(1, read=True)
@@ -472,11 +443,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             m.arrive(r["passed"].at[half])
             m.arrive(r["free"].at[slot])
 
-        m.sent()
-
-
-_STATE_GATES = ("carry_columns", "tail_columns")
-_SWEEP_GATES = (*_STATE_GATES, "carry_rows", "total_rows", "total_columns", "reach_rows")
+        m.sent(read=True)
 
 
 def _views(names, count: int) -> dict:
@@ -485,10 +452,10 @@ def _views(names, count: int) -> dict:
 
 
 def _sweep(
-    s: _Shape, query, key, write, rest, value, inverse, norm, gates, initial, save, interpret
+    s: _Shape, query, key, write, rest, value, inverse, norm, total, initial, save, interpret
 ):
-    gated, normalize, read = gates is not None, norm is not None, query is not None
-    names = (_SWEEP_GATES if read else _STATE_GATES) if gated else ()
+    gated, normalize, read = total is not None, norm is not None, query is not None
+    names = ("total_columns", "total_rows")[: gated * (1 + read)]
     extra = rest is not None
     stage = 2 * C * ((2 + extra) * s.dim + WIDTH + C) + 256 * (len(names) + normalize)
     fixed = 0
@@ -538,7 +505,7 @@ def _sweep(
             inverse=inverse,
             norm=norm,
             initial=initial,
-            **(gates._asdict() if gated else {}),
+            total=total,
         ),
         outputs=dict(
             out=((s.batch, s.length, s.heads * s.groups, s.value_dim), BF16) if read else None,
@@ -558,15 +525,6 @@ def _sweep(
 # chunk's outputs say of its residuals, tril(Γ ∘ Q Aᵀ)ᵀ dO. 2: copies. The part of R's update that
 # needs no residual comes before 0 waits for 1, so that any number of query heads passes through
 # ``depth`` slots.
-
-
-_BACK_GATES = (
-    "carry_columns",
-    "tail_columns",
-    "total_rows",
-    "total_columns",
-    "reach_columns",
-)
 
 
 def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, depth: int):
@@ -602,9 +560,8 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             if normalize:
                 m.fetch(r["norm"].at[batch, head, here], r["norm_columns"].at[slot], ready)
             if gated:
-                for name in _BACK_GATES:
-                    source = r[name.split("_")[0]].at[batch, head, here]
-                    m.fetch(source, r[name].at[slot], ready)
+                for name in ("total_columns", "total_rows"):
+                    m.fetch(r["total"].at[batch, head, here], r[name].at[slot], ready)
 
             @pl.loop(0, s.groups)
             def _(g):
@@ -641,9 +598,11 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             x = m.product(*((rounded, a.T) for a in writes))
             back = None
             if gated:
-                back = m.load(r["carry_columns"].at[slot], "columns")
-                x = x * m.across(m.load(r["tail_columns"].at[slot], "columns"), across)
-                ends = ends * r["carry_columns"][slot, C - 1]
+                total = m.load(r["total_columns"].at[slot], "columns")
+                end = r["total_columns"][slot, C - 1]
+                back = jnp.exp2(total)
+                x = x * m.across(jnp.exp2(end - total), across)
+                ends = ends * jnp.exp2(end)
 
             def add(g, ends):
                 place = lax.rem(n * s.groups + g, depth)
@@ -680,7 +639,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
         ends = m.load_global(r["d_final"].at[start, head, columns])
         ends = lax.fori_loop(0, s.span, step, ends)
         r["d_initial"].at[start, head, columns][...] = ends
-        m.sent()
+        m.sent(read=True)
 
     @pl.when(warpgroup == 1)
     def _():
@@ -690,17 +649,19 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
         def _(n):
             slot, half = lax.rem(n, stages), lax.rem(n, 2)
             m.wait(r["ready"].at[slot])
-            views = {}
+            totals = None
             if gated:
-                names = ("total_rows", "total_columns", "reach_columns")
-                views = {name: r[name].at[slot] for name in names}
+                totals = (
+                    m.load(r["total_rows"].at[slot], "rows"),
+                    m.load(r["total_columns"].at[slot], "columns"),
+                )
 
             def add(g, pull):
                 place = lax.rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
                 scores = m.product((r["write_tile"].at[slot], query.T))
-                scores = _upper(m, scores, views).astype(BF16)
+                scores = _upper(m, scores, totals).astype(BF16)
                 pull = m.product((scores, r["d_out_tile"].at[place]), init=pull)
                 m.arrive(r["query_free"].at[place])
                 return pull
@@ -724,10 +685,10 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
 
 
 def _back(
-    s: _Shape, query, key, write, rest, inverse, norm, gates, d_out, d_final, save, interpret
+    s: _Shape, query, key, write, rest, inverse, norm, total, d_out, d_final, save, interpret
 ):
-    gated, normalize, extra = gates is not None, norm is not None, rest is not None
-    names = _BACK_GATES if gated else ()
+    gated, normalize, extra = total is not None, norm is not None, rest is not None
+    names = ("total_columns", "total_rows") if gated else ()
     depth = 2
     stage = 2 * C * ((2 + extra) * s.dim + C) + 256 * (len(names) + normalize)
     fixed = 2 * 2 * WIDTH * (C + save * (s.dim + C)) + depth * 2 * C * (s.dim + WIDTH)
@@ -767,7 +728,7 @@ def _back(
             norm=norm,
             d_out=d_out,
             d_final=d_final,
-            **(gates._asdict() if gated else {}),
+            total=total,
         ),
         outputs=dict(
             d_value=((s.batch, s.length, s.heads, s.value_dim), BF16) if save else None,
@@ -787,15 +748,6 @@ def _back(
 # d log γ, one masked product and two more. Sums go along rows only: sums down columns would cross
 # warps. Shared memory: eight input tiles, in which later operands and the outputs take the place of
 # what has been read for the last time.
-
-
-_GRADS_GATES = (
-    "carry_rows",
-    "tail_rows",
-    "total_rows",
-    "total_columns",
-    "reach_rows",
-)
 
 
 def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
@@ -821,8 +773,8 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         for name in ("residual", "d_value"):
             m.fetch(r[name].at[batch, here, head], own[name + "_tile"], bar("values"))
         if gated:
-            for name in _GRADS_GATES:
-                m.fetch(r[name.split("_")[0]].at[batch, head, here], own[name], bar("vectors"))
+            for name in ("total_rows", "total_columns"):
+                m.fetch(r["total"].at[batch, head, here], own[name], bar("vectors"))
         if normalize:
             m.fetch(r["norm"].at[batch, head, here], own["norm_rows"], bar("vectors"))
         for name in ("write", "key"):
@@ -830,40 +782,49 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         for name in ("starts", "ends"):
             m.fetch(r[name].at[batch, head, n, :, columns], own[name + "_tile"], bar("tiles"))
 
-    def rows(x, *scales):
-        for scale in scales:
-            if scale is not None:
-                x = x * m.down(scale, x.shape)
-        return x
+    def rows(x, scale):
+        return x if scale is None else x * m.down(scale, x.shape)
 
     def along(x, ref):
         """Row by row, ``x`` times the tile in ``ref``."""
         return jnp.sum(x * m.load(ref).astype(F32), axis=1)
 
-    def scale(name):
-        return m.load(own[name], "rows") if name in own else None
+    def norm():
+        return m.load(own["norm_rows"], "rows") if normalize else None
 
-    def query_head(decay, g, carried):
+    def totals():
+        if not gated:
+            return None
+        return m.load(own["total_rows"], "rows"), m.load(own["total_columns"], "columns")
+
+    def since_start(x):
+        return rows(x, jnp.exp2(totals()[0])) if gated else x
+
+    def until_end(x):
+        if not gated:
+            return x
+        return rows(x, jnp.exp2(own["total_columns"][C - 1] - totals()[0]))
+
+    def query_head(g, carried):
         d_write, crossing, source = carried
         d_out, query, write = own["d_out_tile"], own["query_tile"], own["write_tile"]
         m.wait(bar("queries"))
-        scores, d_query = m.products(
-            (None, (d_out, own["residual_tile"].T)), (None, (d_out, own["starts_tile"]))
-        )
-        scores = scores * decay
-        d_query = rows(d_query, scale("carry_rows"))
+        d_query = since_start(m.product((d_out, own["starts_tile"])))
         if gated:
             source = source + along(d_query, query)
+        scores = _lower(m, m.product((d_out, own["residual_tile"].T)), totals())
         low = scores.astype(BF16)
         d_query = m.product((low, write), init=d_query).astype(BF16)
         d_out.at[:, first][...] = low
         m.commit()
-        terms = [(d_write, (d_out.at[:, first].T, query))]
         if gated:
-            d_write, overlap = m.products(*terms, (None, (query, write.T)))
-            crossing = crossing + scores * overlap
+            d_write, overlap = m.products(
+                (d_write, (d_out.at[:, first].T, query)), (None, (query, write.T))
+            )
+            overlap = scores * overlap
+            crossing = overlap if crossing is None else crossing + overlap
         else:
-            (d_write,) = m.products(*terms)
+            d_write = m.product((d_out.at[:, first].T, query), init=d_write)
         query[...] = d_query
         m.commit()
         m.send((query, r["d_query"].at[batch, here, head * s.groups + g, columns]))
@@ -877,43 +838,47 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         return d_write, crossing, source
 
     def work():
-        key, write = own["key_tile"], own["write_tile"]
+        key, write, d_out = own["key_tile"], own["write_tile"], own["d_out_tile"]
         residual, d_value = own["residual_tile"], own["d_value_tile"]
         fetch()
         if gated or normalize:
             m.wait(bar("vectors"))
         m.wait(bar("values"))
         m.wait(bar("tiles"))
-        zero = m.zeros(square)
-        carried = zero, zero if gated else None, jnp.sum(zero, axis=1) if gated else None
-        decay = _decay(m, own if gated else {})
+        source = jnp.sum(m.zeros(square), axis=1) if gated else None
         if s.groups > 1:
-            carried = lax.fori_loop(0, s.groups, functools.partial(query_head, decay), carried)
+            zero = m.zeros(square)
+            carried = zero, zero if gated else None, source
+            carried = lax.fori_loop(0, s.groups, query_head, carried)
         else:
-            carried = query_head(decay, 0, carried)
+            carried = query_head(0, (None, None, source))
         d_write, crossing, source = carried
-
-        triangle, carried = m.products(
-            (None, (d_value, residual.T)), (None, (residual, own["ends_tile"]))
-        )
-        carried = rows(carried, scale("tail_rows"))
-        sink = along(carried, write) if gated else None
-        d_write = d_write + carried
-        triangle = _below(m, triangle * decay if gated else triangle)
-        d_key = rows(m.product((d_value, own["starts_tile"])), scale("carry_rows"))
         if gated:
-            ahead = along(d_key, key)
-            source = source - (ahead * scale("norm_rows") if normalize else ahead)
+            # Kept in shared memory until the keys' part of it is known, for want of registers.
+            d_out.at[:, first][...] = crossing.astype(BF16)
+
+        carried = until_end(m.product((residual, own["ends_tile"])))
+        if gated:
+            own["sink_columns"][...] = along(carried, write)
+        d_write = d_write + carried
+        triangle = _below(m, m.product((d_value, residual.T)))
+        if gated:
+            triangle = _lower(m, triangle, totals())
+        d_key = since_start(m.product((d_value, own["starts_tile"])))
+        if gated:
+            own["source_columns"][...] = source - _scaled(along(d_key, key), norm())
         d_key = m.product((triangle.astype(BF16), write), init=d_key)
-        triangle = rows(triangle, scale("norm_rows")) * -1.0
+        triangle = rows(triangle, norm()) * -1.0
         d_value.at[:, first][...] = triangle.astype(BF16)
         m.commit()
-        terms = [(d_write, (d_value.at[:, first].T, key))]
         if gated:
-            d_write, overlap = m.products(*terms, (None, (key, write.T)))
-            residual.at[:, first][...] = (crossing + triangle * overlap).astype(BF16)
+            d_write, overlap = m.products(
+                (d_write, (d_value.at[:, first].T, key)), (None, (key, write.T))
+            )
+            crossing = m.load(d_out.at[:, first]).astype(F32) + triangle * overlap
+            residual.at[:, first][...] = crossing.astype(BF16)
         else:
-            (d_write,) = m.products(*terms)
+            d_write = m.product((d_value.at[:, first].T, key), init=d_write)
         key[...] = (d_key * -1.0).astype(BF16)
         copies = [(key, r["d_key"].at[batch, here, head, columns])]
         target = r["d_write"].at[batch, here, head, columns]
@@ -922,36 +887,39 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
             copies.append((write, target))
         else:
             target[...] = d_write
+        m.commit()
+        m.send(*copies)
         if gated:
-            own["source_columns"][...] = source
-            own["sink_columns"][...] = sink
             kept = None
             for low in range(0, s.value_dim, WIDTH):
                 cut = pl.ds(low, WIDTH)
                 x = along(m.load(own["starts_tile"].at[cut]).astype(F32), own["ends_tile"].at[cut])
                 kept = x if kept is None else kept + x
-            own["kept_columns"][...] = kept * own["carry_rows"][C - 1]
-        m.commit()
-        m.send(*copies)
-        if gated:
+            own["kept_columns"][...] = kept * jnp.exp2(own["total_columns"][C - 1])
+            m.commit()
             row, column = _places(m)
             later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
             total = m.product((later, residual.at[:, first]))
             total = total + m.across(m.load(own["sink_columns"], "columns"), square)
             ends = m.across(m.load(own["source_columns"], "columns"), square)
+            row, column = _places(m)
             total = jnp.where(column < row, total, ends)
             total = total + m.across(m.load(own["kept_columns"], "columns"), square)
             own["decay_rows"][...] = jnp.sum(total, axis=1)
             m.commit()
             m.send((own["decay_rows"], r["d_decay"].at[part, batch, head, here]))
-        m.sent()
+        m.sent(read=True)
 
     pl.when(worker < s.batch * s.chunks * s.heads * parts)(work)
 
 
-def _grads(s: _Shape, query, key, write, norm, gates, d_out, res, back, write_dtype, interpret):
-    gated, normalize = gates is not None, norm is not None
-    names = _GRADS_GATES if gated else ()
+def _scaled(x: Array, scale: Array | None) -> Array:
+    return x if scale is None else x * scale
+
+
+def _grads(s: _Shape, query, key, write, norm, total, d_out, res, back, write_dtype, interpret):
+    gated, normalize = total is not None, norm is not None
+    names = ("total_rows", "total_columns") if gated else ()
     parts = s.dim // WIDTH
     workers = s.batch * s.chunks * s.heads * parts
     # Two programs of one warpgroup fit a multiprocessor where values are wide, one of three else.
@@ -994,7 +962,7 @@ def _grads(s: _Shape, query, key, write, norm, gates, d_out, res, back, write_dt
             starts=res.starts,
             ends=back["ends"],
             d_value=back["d_value"],
-            **(gates._asdict() if gated else {}),
+            total=total,
         ),
         outputs=dict(
             d_query=(query.shape, BF16),
@@ -1142,7 +1110,7 @@ def forward(
         s, key, write_key, write_rest if solve_rest else None, decay, normalize_key, interpret
     )
     inverse, norm = solved["inverse"], solved.get("norm")
-    gates = None if decay is None else Gates(*(solved[name] for name in Gates._fields))
+    total = solved.get("total")
 
     def sweep(s, query, value, initial, save):
         return _sweep(
@@ -1154,7 +1122,7 @@ def forward(
             value,
             inverse,
             norm,
-            gates,
+            total,
             initial,
             save,
             interpret,
@@ -1178,7 +1146,7 @@ def forward(
     swept = sweep(s, query, value, initial, save_residuals)
     residuals = None
     if save_residuals:
-        residuals = Residuals(inverse, norm, gates, swept["residual"], swept["starts"], maps)
+        residuals = Residuals(inverse, norm, total, swept["residual"], swept["starts"], maps)
     final = swept["final"].reshape(s.batch, s.pieces, *swept["final"].shape[1:])[:, -1]
     return swept["out"][:, : s.length - call.pad], jnp.swapaxes(final, 2, 3), residuals
 
@@ -1204,7 +1172,7 @@ def backward(
       ``(d_query, d_key, d_write_key, d_value, d_initial_memory, d_log_decay or None)``. The second
       is the cotangent of the unit key if ``forward`` normalised; the third has ``write_dtype``.
     """
-    maps, gates = residuals.maps, residuals.gates
+    maps, total = residuals.maps, residuals.total
     call = _call(query, key, value, 1 if maps is None else maps.shape[1])
     s = call.shape
     query, key, write_key, write_rest, d_out = map(
@@ -1224,7 +1192,7 @@ def backward(
             write_rest,
             residuals.inverse,
             residuals.norm,
-            gates,
+            total,
             d_out,
             d_final,
             save,
@@ -1243,7 +1211,7 @@ def backward(
         key,
         write_key,
         residuals.norm,
-        gates,
+        total,
         d_out,
         residuals,
         swept,
