@@ -1,6 +1,6 @@
 """All that knows the interface and the versions of Pallas Mosaic GPU.
 
-Written for jax 0.11 and later: earlier versions lower by single lanes and have no interpreter.
+Written for jax 0.11 and later; 0.10 has the interpreter only.
 
 Habits that every kernel keeps, because breaking one gives silent wrong numbers or a crash:
 reading an accumulator is ordered by ``lax.optimization_barrier`` (inside ``Machine.product``); the
@@ -22,6 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from vla_jax.types import Array
 
+FIRST_JAX = (0, 11)  # earlier ones have no layout for transposed stores; they can interpret
 BLOCK = 16  # rows of the diagonal blocks that are inverted by substitution
 SHARED = 227 * 1024  # bytes of shared memory a program can have
 PAD = 8  # columns added to float32 tiles that threads read by rows: no bank conflicts
@@ -51,6 +52,19 @@ def barrier(arrivals: int = 1, count: int = 1):
     return plgpu.Barrier(num_arrivals=arrivals, num_barriers=count)
 
 
+class _Turned:
+    """A transposed reference for the interpreter, which knows none before jax 0.11."""
+
+    def __init__(self, ref):
+        self.ref = ref
+
+    def __getitem__(self, index) -> Array:
+        return self.ref[...].T
+
+    def __setitem__(self, index, value: Array) -> None:
+        self.ref[...] = value.T
+
+
 class Machine:
     """What a kernel's body calls: on a device, or the same meaning for the interpreter on a CPU.
 
@@ -69,7 +83,13 @@ class Machine:
 
     def load(self, ref, layout: str = "tile") -> Array:
         """A tile, or a vector that goes along a tile's rows or columns."""
-        return ref[...] if self.interpreted else plgpu.load(ref, layout=self._layout(layout))
+        if self.interpreted:
+            return ref[...]
+        return plgpu.load(ref, layout=self._layout(layout))
+
+    def turned(self, ref):
+        """``ref`` transposed, to read and to write."""
+        return _Turned(ref) if self.interpreted else ref.T
 
     def down(self, vector: Array, shape) -> Array:
         """``vector[i]`` in every column of row i."""
@@ -199,6 +219,14 @@ def _block_inverses(lower: Array) -> Array:
     return out
 
 
+def _interpreter():
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return plgpu.InterpretGPUParams()
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
 @functools.cache
 def _inline_block_inverses(size: int) -> Callable:
     """Warp b substitutes in block b, one lane a column: no exchange between lanes."""
@@ -289,6 +317,11 @@ def launch(
       inputs: arrays by name, None where there is none; outputs: ``(shape, dtype)`` by name.
       scratch: buffers and barriers by name.
     """
+    if not interpret and jax.__version_info__ < FIRST_JAX:
+        raise NotImplementedError(
+            f"Mosaic GPU kernels need jax {FIRST_JAX[0]}.{FIRST_JAX[1]} or later, got "
+            f"{jax.__version__}"
+        )
     inputs = {n: x for n, x in inputs.items() if x is not None}
     shapes = {n: jax.ShapeDtypeStruct(*x) for n, x in outputs.items() if x is not None}
     machine = Machine(interpret)
@@ -302,7 +335,7 @@ def launch(
         if warpgroups > 1:
             machine.leave(buffers["done"])
 
-    interpreter = dict(interpret=plgpu.InterpretGPUParams()) if interpret else {}
+    interpreter = dict(interpret=_interpreter()) if interpret else {}
     values = plgpu.kernel(
         kernel,
         out_type=list(shapes.values()),

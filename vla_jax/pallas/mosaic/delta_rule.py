@@ -180,7 +180,7 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
 
         keys = own["key_tile"].at[slot]
         writes = [own[x].at[slot] for x in ("write_tile", "rest_tile") if x in own]
-        lower = m.product(*((keys, a.T) for a in writes))
+        lower = m.product(*((keys, m.turned(a)) for a in writes))
         m.sent(0, read=True)  # what the chunk before left in the vectors and in ``operand_tile``
         if normalize:
             k = m.load(keys).astype(F32)
@@ -350,7 +350,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                 if save:
                     m.sent(1, read=True)
                 r["memory_tile"].at[half][...] = rounded
-            recalled = m.product((rounded, keys.T))
+            recalled = m.product((rounded, m.turned(keys)))
             scale = None
             if gated:
                 total = m.load(r["total_columns"].at[slot], "columns")
@@ -362,12 +362,12 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             if scale is not None:
                 recalled = recalled * m.across(scale, across)
             if "value" in r:
-                wanted = m.load(r["value_tile"].at[slot].T).astype(F32) - recalled
+                wanted = m.load(m.turned(r["value_tile"].at[slot])).astype(F32) - recalled
             else:
                 wanted = recalled * -1.0
-            residual = m.product((wanted.astype(BF16), inverse.T))
+            residual = m.product((wanted.astype(BF16), m.turned(inverse)))
             if read or save:
-                r["residual_tile"].at[half].T[...] = residual.astype(BF16)
+                m.turned(r["residual_tile"].at[half])[...] = residual.astype(BF16)
                 m.commit()
                 if read:
                     m.arrive(r["known"].at[half])
@@ -423,13 +423,13 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                 place, side = lax.rem(step, depth), lax.rem(step, 2)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
-                scores = _lower(m, m.product((query, writes.T)), totals).astype(BF16)
+                scores = _lower(m, m.product((query, m.turned(writes))), totals).astype(BF16)
 
                 @pl.when(g == 0)
                 def _():
                     m.wait(r["known"].at[half])
 
-                out = m.product((query, r["memory_tile"].at[half].T))
+                out = m.product((query, m.turned(r["memory_tile"].at[half])))
                 if gated:
                     out = out * m.down(jnp.exp2(totals[0]), out.shape)
                 out = m.product((scores, r["residual_tile"].at[half]), init=out)
@@ -595,7 +595,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
                 m.sent(1, read=True)
                 r["ends_tile"].at[half][...] = rounded
             writes = [r[x].at[slot] for x in ("write_tile", "rest_tile") if x in r]
-            x = m.product(*((rounded, a.T) for a in writes))
+            x = m.product(*((rounded, m.turned(a)) for a in writes))
             back = None
             if gated:
                 total = m.load(r["total_columns"].at[slot], "columns")
@@ -607,7 +607,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             def add(g, ends):
                 place = lax.rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
-                d_out = m.load(r["d_out_tile"].at[place].T)
+                d_out = m.load(m.turned(r["d_out_tile"].at[place]))
                 if gated:
                     d_out = (d_out.astype(F32) * m.across(back, across)).astype(BF16)
                 ends = m.product((d_out, r["query_tile"].at[place]), init=ends)
@@ -616,11 +616,11 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
 
             ends = lax.fori_loop(0, s.groups, add, ends) if s.groups > 1 else add(0, ends)
             m.wait(r["known"].at[half])
-            x = x + m.load(r["pull_tile"].at[half].T).astype(F32)
+            x = x + m.load(m.turned(r["pull_tile"].at[half])).astype(F32)
             m.arrive(r["passed"].at[half])
             d_residual = m.product((x.astype(BF16), r["inverse_tile"].at[slot]))
             if save:
-                r["d_value_tile"].at[half].T[...] = d_residual.astype(BF16)
+                m.turned(r["d_value_tile"].at[half])[...] = d_residual.astype(BF16)
                 m.commit()
                 m.send(
                     (r["ends_tile"].at[half], r["ends"].at[batch, head, chunk(n), columns]),
@@ -660,7 +660,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
                 place = lax.rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
-                scores = m.product((r["write_tile"].at[slot], query.T))
+                scores = m.product((r["write_tile"].at[slot], m.turned(query)))
                 scores = _upper(m, scores, totals).astype(BF16)
                 pull = m.product((scores, r["d_out_tile"].at[place]), init=pull)
                 m.arrive(r["query_free"].at[place])
@@ -812,19 +812,19 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         d_query = since_start(m.product((d_out, own["starts_tile"])))
         if gated:
             source = source + along(d_query, query)
-        scores = _lower(m, m.product((d_out, own["residual_tile"].T)), totals())
+        scores = _lower(m, m.product((d_out, m.turned(own["residual_tile"]))), totals())
         low = scores.astype(BF16)
         d_query = m.product((low, write), init=d_query).astype(BF16)
         d_out.at[:, first][...] = low
         m.commit()
         if gated:
             d_write, overlap = m.products(
-                (d_write, (d_out.at[:, first].T, query)), (None, (query, write.T))
+                (d_write, (m.turned(d_out.at[:, first]), query)), (None, (query, m.turned(write)))
             )
             overlap = scores * overlap
             crossing = overlap if crossing is None else crossing + overlap
         else:
-            d_write = m.product((d_out.at[:, first].T, query), init=d_write)
+            d_write = m.product((m.turned(d_out.at[:, first]), query), init=d_write)
         query[...] = d_query
         m.commit()
         m.send((query, r["d_query"].at[batch, here, head * s.groups + g, columns]))
@@ -861,7 +861,7 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         if gated:
             own["sink_columns"][...] = along(carried, write)
         d_write = d_write + carried
-        triangle = _below(m, m.product((d_value, residual.T)))
+        triangle = _below(m, m.product((d_value, m.turned(residual))))
         if gated:
             triangle = _lower(m, triangle, totals())
         d_key = since_start(m.product((d_value, own["starts_tile"])))
@@ -873,12 +873,12 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         m.commit()
         if gated:
             d_write, overlap = m.products(
-                (d_write, (d_value.at[:, first].T, key)), (None, (key, write.T))
+                (d_write, (m.turned(d_value.at[:, first]), key)), (None, (key, m.turned(write)))
             )
             crossing = m.load(d_out.at[:, first]).astype(F32) + triangle * overlap
             residual.at[:, first][...] = crossing.astype(BF16)
         else:
-            d_write = m.product((d_value.at[:, first].T, key), init=d_write)
+            d_write = m.product((m.turned(d_value.at[:, first]), key), init=d_write)
         key[...] = (d_key * -1.0).astype(BF16)
         copies = [(key, r["d_key"].at[batch, here, head, columns])]
         target = r["d_write"].at[batch, here, head, columns]
