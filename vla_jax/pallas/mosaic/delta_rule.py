@@ -5,13 +5,13 @@
 In chunks of C = 64 tokens, with Γ[t, s] = γ_{s+1} ⋯ γ_t for s ≤ t (zero across a reset), the decay
 since the chunk's start e_t (zero once a reset has come) and until its end τ_s:
 
-    invert  Tm = (I + strict(Γ ∘ K Aᵀ))⁻¹ and the inverse lengths of the keys      chunks side by side
+    invert  Tm = (I + strict(Γ ∘ K Aᵀ))⁻¹ and the inverse lengths of the keys        parallel
     sweep   E = Tm (V − e ∘ K S), O = e ∘ Q S + tril(Γ ∘ Q Aᵀ) E,
             S ← e_C S + (τ ∘ A)ᵀ E                                                in sequence
 
     back    x = τ ∘ A R + tril(Γ ∘ Q Aᵀ)ᵀ dO, dE = dV = Tmᵀ x,
             R ← e_C R + (e ∘ Q)ᵀ dO − (e ∘ K)ᵀ dE                                 in sequence
-    grads   dQ, dK, dA, d log γ                                                    chunks side by side
+    grads   dQ, dK, dA, d log γ                                                      parallel
 
 Memory in a sweep is transposed, ``[E, D]``, and split in blocks of 64 value columns: so the left
 operand of all three products of the chain comes from registers, and a chunk's step never waits for
@@ -39,8 +39,6 @@ from vla_jax.types import Array
 
 C = 64  # tokens of a chunk
 WIDTH = 64  # value columns of a sweep's program, key columns of the cotangents' program
-INVERT_LANES = 1
-GRADS_LANES = 1
 FLOOR = -160.0  # log2 of the least decay of a token; 2 to this is zero in float32
 RESET = -111.0  # a log decay from here on is below FLOOR: it forgets everything
 LOG2E = math.log2(math.e)
@@ -133,11 +131,12 @@ def _stages(count: int, stage: int, fixed: int) -> int:
 
 # --- invert ------------------------------------------------------------------------------------
 #
-# A program has up to three warpgroups, which share nothing: each owns ``run`` consecutive chunks of
-# one head, with two chunks' keys in shared memory, of which the next is on its way. Three of them
-# keep the compiler at 168 registers a thread. Registers: tiles of 64 × 64 float32 are 32 a thread;
-# alive at once are N, X and one product. Blocks of 16 rows by substitution in float32, blocks of 32
-# and 64 from them: X ← X − X N X with only the blocks below the diagonal of the next size in N.
+# A program owns ``run`` consecutive chunks of one head: one warpgroup, with two chunks' keys in
+# shared memory, of which the next is on its way. Two programs share a multiprocessor: tiles of
+# 64 × 64 float32 are 32 registers a thread; alive at once are N, X and one product. (Three
+# warpgroups to a program, which caps a thread at 168 registers, spilled and was slower.) Blocks of
+# 16 rows by substitution in float32, blocks of 32 and 64 from them: X ← X − X N X with only the
+# blocks below the diagonal of the next size in N.
 
 
 def _running(m: Machine, log_decay) -> Array:
@@ -150,36 +149,33 @@ def _running(m: Machine, log_decay) -> Array:
     return jnp.sum(jnp.where(row >= column, m.across(g, (C, C)), 0.0), axis=1)
 
 
-def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, lanes: int):
+def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int):
+    del warpgroup
     gated, normalize = "log_decay" in r, "norm" in r
-    count = s.batch * (s.chunks // run) * s.heads
-    worker = program * lanes + warpgroup
-    batch, block, head = _split(worker, s.batch, s.chunks // run, s.heads)
+    batch, block, head = _split(program, s.batch, s.chunks // run, s.heads)
     square = (C, C)
-    # What belongs to this warpgroup alone.
-    own = {n: r[n].at[warpgroup] for n in r if n.endswith(("_tile", "_vector", "buffer"))}
 
     def fetch(n, slot):
         here = pl.ds((block * run + n) * C, C)
-        ready = r["ready"].at[warpgroup * 2 + slot]
+        ready = r["ready"].at[slot]
         for name in ("key", "write", "rest"):
             if name in r:
-                m.fetch(r[name].at[batch, here, head], own[name + "_tile"].at[slot], ready)
+                m.fetch(r[name].at[batch, here, head], r[name + "_tile"].at[slot], ready)
         if gated:
-            m.fetch(r["log_decay"].at[batch, head, here], r["decays"].at[warpgroup, slot], ready)
+            m.fetch(r["log_decay"].at[batch, head, here], r["decays"].at[slot], ready)
 
     def chunk(n):
         slot = lax.rem(n, 2)
         here = pl.ds((block * run + n) * C, C)
-        m.wait(r["ready"].at[warpgroup * 2 + slot])
+        m.wait(r["ready"].at[slot])
 
         @pl.when(n + 1 < run)
         def _():
             m.commit()  # what was read of the other slot comes before the copy into it
             fetch(n + 1, 1 - slot)
 
-        keys = own["key_tile"].at[slot]
-        writes = [own[x].at[slot] for x in ("write_tile", "rest_tile") if x in own]
+        keys = r["key_tile"].at[slot]
+        writes = [r[x].at[slot] for x in ("write_tile", "rest_tile") if x in r]
         lower = m.product(*((keys, m.turned(a)) for a in writes))
         m.sent(0, read=True)  # what the chunk before left in the vectors and in ``operand_tile``
         if normalize:
@@ -189,40 +185,38 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int, la
             inverse = 1 / jnp.where(known, largest, 1.0)
             k = k * m.down(inverse, k.shape)
             norm = jnp.where(known, lax.rsqrt(jnp.sum(k * k, axis=1)) * inverse, 0.0)
-            own["norm_vector"][...] = norm
+            r["norm_vector"][...] = norm
             lower = lower * m.down(norm, square)
         if gated:
-            total = _running(m, r["decays"].at[warpgroup, slot])
-            own["total_vector"][...] = total
+            total = _running(m, r["decays"].at[slot])
+            r["total_vector"][...] = total
             m.commit()
-            lower = _lower(m, lower, (total, m.load(own["total_vector"], "columns")))
+            lower = _lower(m, lower, (total, m.load(r["total_vector"], "columns")))
         lower = _below(m, lower)
-        x = m.block_inverses(lower, own["buffer"])
+        x = m.block_inverses(lower, r["buffer"])
         # Blocks of 16, 32 and 64 by the highest bit in which row and column differ.
         row, column = _places(m)
         apart = row ^ column
         x = jnp.where(apart < BLOCK, x, 0.0)
         for size in (BLOCK, 2 * BLOCK):
             corner = (apart >= size) if size == 2 * BLOCK else (apart >= size) & (apart < 2 * size)
-            own["operand_tile"][...] = x.astype(BF16)
+            r["operand_tile"][...] = x.astype(BF16)
             m.commit()
-            link = m.product((jnp.where(corner, lower, 0.0).astype(BF16), own["operand_tile"]))
-            own["operand_tile"][...] = link.astype(BF16)
+            link = m.product((jnp.where(corner, lower, 0.0).astype(BF16), r["operand_tile"]))
+            r["operand_tile"][...] = link.astype(BF16)
             m.commit()
-            x = x - m.product((x.astype(BF16), own["operand_tile"]))
-        own["operand_tile"][...] = x.astype(BF16)
+            x = x - m.product((x.astype(BF16), r["operand_tile"]))
+        r["operand_tile"][...] = x.astype(BF16)
         m.commit()
-        copies = [(own["operand_tile"], r["inverse"].at[batch, head, here])]
+        copies = [(r["operand_tile"], r["inverse"].at[batch, head, here])]
         for name in ("norm", "total"):
             if name in r:
-                copies.append((own[name + "_vector"], r[name].at[batch, head, here]))
+                copies.append((r[name + "_vector"], r[name].at[batch, head, here]))
         m.send(*copies)
 
-    @pl.when(worker < count)
-    def _():
-        fetch(0, 0)
-        pl.loop(0, run)(chunk)
-        m.sent(read=True)
+    fetch(0, 0)
+    pl.loop(0, run)(chunk)
+    m.sent(read=True)
 
 
 def _invert(s: _Shape, key, write, rest, log_decay, normalize, interpret):
@@ -231,26 +225,23 @@ def _invert(s: _Shape, key, write, rest, log_decay, normalize, interpret):
     pairs = 2 + (rest is not None)
     vectors = ("total",) if gated else ()
     vectors += ("norm",) if normalize else ()
-    size = 2 * pairs * 2 * C * s.dim + 2 * C * C + 4 * C * (C + PAD) + 4 * C * (len(vectors) + 2)
-    lanes = 1 if interpret else max(min(INVERT_LANES, (backend.SHARED - 8192) // size), 1)
     scratch = dict(
-        key_tile=tile((lanes, 2, C, s.dim)),
-        write_tile=tile((lanes, 2, C, s.dim)),
-        operand_tile=tile((lanes, C, C)),
-        buffer=plain((lanes, C, C + PAD)),
-        ready=barrier(pairs + gated, 2 * lanes),
-        **{name + "_vector": plain((lanes, C)) for name in vectors},
+        key_tile=tile((2, C, s.dim)),
+        write_tile=tile((2, C, s.dim)),
+        operand_tile=tile((C, C)),
+        buffer=plain((C, C + PAD)),
+        ready=barrier(pairs + gated, 2),
+        **{name + "_vector": plain((C,)) for name in vectors},
     )
     if rest is not None:
-        scratch["rest_tile"] = tile((lanes, 2, C, s.dim))
+        scratch["rest_tile"] = tile((2, C, s.dim))
     if gated:
-        scratch["decays"] = plain((lanes, 2, C))
+        scratch["decays"] = plain((2, C))
     vector = (s.batch, s.heads, s.length), F32
     return backend.launch(
-        functools.partial(_invert_kernel, s=s, run=run, lanes=lanes),
+        functools.partial(_invert_kernel, s=s, run=run),
         name="vla_hopper_delta_invert",
-        programs=-(-s.batch * (s.chunks // run) * s.heads // lanes),
-        warpgroups=lanes,
+        programs=s.batch * (s.chunks // run) * s.heads,
         inputs=dict(key=key, write=write, rest=rest, log_decay=log_decay),
         outputs=dict(
             inverse=((s.batch, s.heads, s.length, C), BF16), **dict.fromkeys(vectors, vector)
@@ -742,45 +733,41 @@ def _back(
 
 # --- grads -------------------------------------------------------------------------------------
 #
-# A program has up to three warpgroups, which share nothing: each owns one chunk of one head and 64
-# key columns. Everything that goes into d log γ is a sum over key columns, so that each gives its
-# part. Registers: tiles of 64 × 64 float32 are 32 a thread; alive at once are dA, the matrix of
-# d log γ, one masked product and two more. Sums go along rows only: sums down columns would cross
-# warps. Shared memory: eight input tiles, in which later operands and the outputs take the place of
-# what has been read for the last time.
+# A program owns one chunk of one head and 64 key columns: one warpgroup, two or three programs to a
+# multiprocessor. Everything that goes into d log γ is a sum over key columns, so that each program
+# gives its part. Registers: tiles of 64 × 64 float32 are 32 a thread; alive at once are dA, one
+# masked product and two more. Local memory is no refuge: shared memory leaves the first-level cache
+# next to nothing, and 500 bytes a thread spilled doubled the time. Sums go along rows only: sums
+# down columns would cross warps. Shared memory: eight input tiles, in which later operands and the
+# outputs take the place of what has been read for the last time.
 
 
-def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
+def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
+    del warpgroup
     gated, normalize = "total" in r, "norm" in r
-    parts = s.dim // WIDTH
-    worker = program * lanes + warpgroup
-    batch, n, head, part = _split(worker, s.batch, s.chunks, s.heads, parts)
+    batch, n, head, part = _split(program, s.batch, s.chunks, s.heads, s.dim // WIDTH)
     here, columns = pl.ds(n * C, C), pl.ds(part * WIDTH, WIDTH)
     square = (C, C)
-    own = {x: r[x].at[warpgroup] for x in r if x.endswith(("_tile", "_rows", "_columns"))}
     first = pl.ds(0, C)  # where a wider tile holds a square
-
-    def bar(name):
-        return r[name].at[warpgroup]
 
     def fetch_query(g):
         at = batch, here, head * s.groups + g
-        m.fetch(r["d_out"].at[at], own["d_out_tile"], bar("queries"))
-        m.fetch(r["query"].at[(*at, columns)], own["query_tile"], bar("queries"))
+        m.fetch(r["d_out"].at[at], r["d_out_tile"], r["queries"])
+        m.fetch(r["query"].at[(*at, columns)], r["query_tile"], r["queries"])
 
     def fetch():
         fetch_query(0)
         for name in ("residual", "d_value"):
-            m.fetch(r[name].at[batch, here, head], own[name + "_tile"], bar("values"))
+            m.fetch(r[name].at[batch, here, head], r[name + "_tile"], r["values"])
         if gated:
             for name in ("total_rows", "total_columns"):
-                m.fetch(r["total"].at[batch, head, here], own[name], bar("vectors"))
+                m.fetch(r["total"].at[batch, head, here], r[name], r["vectors"])
         if normalize:
-            m.fetch(r["norm"].at[batch, head, here], own["norm_rows"], bar("vectors"))
+            m.fetch(r["norm"].at[batch, head, here], r["norm_rows"], r["vectors"])
         for name in ("write", "key"):
-            m.fetch(r[name].at[batch, here, head, columns], own[name + "_tile"], bar("tiles"))
+            m.fetch(r[name].at[batch, here, head, columns], r[name + "_tile"], r["tiles"])
         for name in ("starts", "ends"):
-            m.fetch(r[name].at[batch, head, n, :, columns], own[name + "_tile"], bar("tiles"))
+            m.fetch(r[name].at[batch, head, n, :, columns], r[name + "_tile"], r["tiles"])
 
     def rows(x, scale):
         return x if scale is None else x * m.down(scale, x.shape)
@@ -790,12 +777,12 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
         return jnp.sum(x * m.load(ref).astype(F32), axis=1)
 
     def norm():
-        return m.load(own["norm_rows"], "rows") if normalize else None
+        return m.load(r["norm_rows"], "rows") if normalize else None
 
     def totals():
         if not gated:
             return None
-        return m.load(own["total_rows"], "rows"), m.load(own["total_columns"], "columns")
+        return m.load(r["total_rows"], "rows"), m.load(r["total_columns"], "columns")
 
     def since_start(x):
         return rows(x, jnp.exp2(totals()[0])) if gated else x
@@ -803,16 +790,16 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
     def until_end(x):
         if not gated:
             return x
-        return rows(x, jnp.exp2(own["total_columns"][C - 1] - totals()[0]))
+        return rows(x, jnp.exp2(r["total_columns"][C - 1] - totals()[0]))
 
     def query_head(g, carried):
         d_write, crossing, source = carried
-        d_out, query, write = own["d_out_tile"], own["query_tile"], own["write_tile"]
-        m.wait(bar("queries"))
-        d_query = since_start(m.product((d_out, own["starts_tile"])))
+        d_out, query, write = r["d_out_tile"], r["query_tile"], r["write_tile"]
+        m.wait(r["queries"])
+        d_query = since_start(m.product((d_out, r["starts_tile"])))
         if gated:
             source = source + along(d_query, query)
-        scores = _lower(m, m.product((d_out, m.turned(own["residual_tile"]))), totals())
+        scores = _lower(m, m.product((d_out, m.turned(r["residual_tile"]))), totals())
         low = scores.astype(BF16)
         d_query = m.product((low, write), init=d_query).astype(BF16)
         d_out.at[:, first][...] = low
@@ -837,80 +824,77 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, lanes: int):
 
         return d_write, crossing, source
 
-    def work():
-        key, write, d_out = own["key_tile"], own["write_tile"], own["d_out_tile"]
-        residual, d_value = own["residual_tile"], own["d_value_tile"]
-        fetch()
-        if gated or normalize:
-            m.wait(bar("vectors"))
-        m.wait(bar("values"))
-        m.wait(bar("tiles"))
-        source = jnp.sum(m.zeros(square), axis=1) if gated else None
-        if s.groups > 1:
-            zero = m.zeros(square)
-            carried = zero, zero if gated else None, source
-            carried = lax.fori_loop(0, s.groups, query_head, carried)
-        else:
-            carried = query_head(0, (None, None, source))
-        d_write, crossing, source = carried
-        if gated:
-            # Kept in shared memory until the keys' part of it is known, for want of registers.
-            d_out.at[:, first][...] = crossing.astype(BF16)
+    key, write, d_out = r["key_tile"], r["write_tile"], r["d_out_tile"]
+    residual, d_value = r["residual_tile"], r["d_value_tile"]
+    fetch()
+    if gated or normalize:
+        m.wait(r["vectors"])
+    m.wait(r["values"])
+    m.wait(r["tiles"])
+    source = jnp.sum(m.zeros(square), axis=1) if gated else None
+    if s.groups > 1:
+        zero = m.zeros(square)
+        carried = zero, zero if gated else None, source
+        carried = lax.fori_loop(0, s.groups, query_head, carried)
+    else:
+        carried = query_head(0, (None, None, source))
+    d_write, crossing, source = carried
+    if gated:
+        # Kept in shared memory until the keys' part of it is known, for want of registers.
+        d_out.at[:, first][...] = crossing.astype(BF16)
 
-        carried = until_end(m.product((residual, own["ends_tile"])))
-        if gated:
-            own["sink_columns"][...] = along(carried, write)
-        d_write = d_write + carried
-        triangle = _below(m, m.product((d_value, m.turned(residual))))
-        if gated:
-            triangle = _lower(m, triangle, totals())
-        d_key = since_start(m.product((d_value, own["starts_tile"])))
-        if gated:
-            own["source_columns"][...] = source - _scaled(along(d_key, key), norm())
-        d_key = m.product((triangle.astype(BF16), write), init=d_key)
-        triangle = rows(triangle, norm()) * -1.0
-        d_value.at[:, first][...] = triangle.astype(BF16)
+    carried = until_end(m.product((residual, r["ends_tile"])))
+    if gated:
+        r["sink_columns"][...] = along(carried, write)
+    d_write = d_write + carried
+    triangle = _below(m, m.product((d_value, m.turned(residual))))
+    if gated:
+        triangle = _lower(m, triangle, totals())
+    d_key = since_start(m.product((d_value, r["starts_tile"])))
+    if gated:
+        r["source_columns"][...] = source - _scaled(along(d_key, key), norm())
+    d_key = m.product((triangle.astype(BF16), write), init=d_key)
+    triangle = rows(triangle, norm()) * -1.0
+    d_value.at[:, first][...] = triangle.astype(BF16)
+    m.commit()
+    if gated:
+        d_write, overlap = m.products(
+            (d_write, (m.turned(d_value.at[:, first]), key)), (None, (key, m.turned(write)))
+        )
+        crossing = m.load(d_out.at[:, first]).astype(F32) + triangle * overlap
+        residual.at[:, first][...] = crossing.astype(BF16)
+    else:
+        d_write = m.product((m.turned(d_value.at[:, first]), key), init=d_write)
+    key[...] = (d_key * -1.0).astype(BF16)
+    copies = [(key, r["d_key"].at[batch, here, head, columns])]
+    target = r["d_write"].at[batch, here, head, columns]
+    if r["d_write"].dtype == BF16:
+        write[...] = d_write.astype(BF16)
+        copies.append((write, target))
+    else:
+        target[...] = d_write
+    m.commit()
+    m.send(*copies)
+    if gated:
+        kept = None
+        for low in range(0, s.value_dim, WIDTH):
+            cut = pl.ds(low, WIDTH)
+            x = along(m.load(r["starts_tile"].at[cut]).astype(F32), r["ends_tile"].at[cut])
+            kept = x if kept is None else kept + x
+        r["kept_columns"][...] = kept * jnp.exp2(r["total_columns"][C - 1])
         m.commit()
-        if gated:
-            d_write, overlap = m.products(
-                (d_write, (m.turned(d_value.at[:, first]), key)), (None, (key, m.turned(write)))
-            )
-            crossing = m.load(d_out.at[:, first]).astype(F32) + triangle * overlap
-            residual.at[:, first][...] = crossing.astype(BF16)
-        else:
-            d_write = m.product((m.turned(d_value.at[:, first]), key), init=d_write)
-        key[...] = (d_key * -1.0).astype(BF16)
-        copies = [(key, r["d_key"].at[batch, here, head, columns])]
-        target = r["d_write"].at[batch, here, head, columns]
-        if r["d_write"].dtype == BF16:
-            write[...] = d_write.astype(BF16)
-            copies.append((write, target))
-        else:
-            target[...] = d_write
+        row, column = _places(m)
+        later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
+        total = m.product((later, residual.at[:, first]))
+        total = total + m.across(m.load(r["sink_columns"], "columns"), square)
+        ends = m.across(m.load(r["source_columns"], "columns"), square)
+        row, column = _places(m)
+        total = jnp.where(column < row, total, ends)
+        total = total + m.across(m.load(r["kept_columns"], "columns"), square)
+        r["decay_rows"][...] = jnp.sum(total, axis=1)
         m.commit()
-        m.send(*copies)
-        if gated:
-            kept = None
-            for low in range(0, s.value_dim, WIDTH):
-                cut = pl.ds(low, WIDTH)
-                x = along(m.load(own["starts_tile"].at[cut]).astype(F32), own["ends_tile"].at[cut])
-                kept = x if kept is None else kept + x
-            own["kept_columns"][...] = kept * jnp.exp2(own["total_columns"][C - 1])
-            m.commit()
-            row, column = _places(m)
-            later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
-            total = m.product((later, residual.at[:, first]))
-            total = total + m.across(m.load(own["sink_columns"], "columns"), square)
-            ends = m.across(m.load(own["source_columns"], "columns"), square)
-            row, column = _places(m)
-            total = jnp.where(column < row, total, ends)
-            total = total + m.across(m.load(own["kept_columns"], "columns"), square)
-            own["decay_rows"][...] = jnp.sum(total, axis=1)
-            m.commit()
-            m.send((own["decay_rows"], r["d_decay"].at[part, batch, head, here]))
-        m.sent(read=True)
-
-    pl.when(worker < s.batch * s.chunks * s.heads * parts)(work)
+        m.send((r["decay_rows"], r["d_decay"].at[part, batch, head, here]))
+    m.sent(read=True)
 
 
 def _scaled(x: Array, scale: Array | None) -> Array:
@@ -921,11 +905,8 @@ def _grads(s: _Shape, query, key, write, norm, total, d_out, res, back, write_dt
     gated, normalize = total is not None, norm is not None
     names = ("total_rows", "total_columns") if gated else ()
     parts = s.dim // WIDTH
-    workers = s.batch * s.chunks * s.heads * parts
-    # Two programs of one warpgroup fit a multiprocessor where values are wide, one of three else.
-    lanes = GRADS_LANES if s.value_dim == WIDTH and not interpret else 1
-    wide, narrow = tile((lanes, C, s.value_dim)), tile((lanes, C, WIDTH))
-    states = tile((lanes, s.value_dim, WIDTH))
+    wide, narrow = tile((C, s.value_dim)), tile((C, WIDTH))
+    states = tile((s.value_dim, WIDTH))
     vectors = list(names)
     if gated:
         vectors += ["source_columns", "sink_columns", "kept_columns", "decay_rows"]
@@ -940,18 +921,17 @@ def _grads(s: _Shape, query, key, write, norm, total, d_out, res, back, write_dt
         write_tile=narrow,
         starts_tile=states,
         ends_tile=states,
-        queries=barrier(2, lanes),
-        values=barrier(2, lanes),
-        tiles=barrier(4, lanes),
-        **_views(vectors, lanes),
+        queries=barrier(2),
+        values=barrier(2),
+        tiles=barrier(4),
+        **{name: plain((C,)) for name in vectors},
     )
     if gated or normalize:
-        scratch["vectors"] = barrier(len(names) + normalize, lanes)
+        scratch["vectors"] = barrier(len(names) + normalize)
     return backend.launch(
-        functools.partial(_grads_kernel, s=s, lanes=lanes),
+        functools.partial(_grads_kernel, s=s),
         name="vla_hopper_delta_grads",
-        programs=-(-workers // lanes),
-        warpgroups=lanes,
+        programs=s.batch * s.chunks * s.heads * parts,
         inputs=dict(
             query=query,
             key=key,
