@@ -187,6 +187,10 @@ def test_lowers_for_cuda_without_a_gpu(dim, value_dim, groups, gated):
     text = lowered(dim, value_dim, groups, gated=gated, normalize=gated)
     for kernel in ("invert", "sweep", "back", "grads"):
         assert "vla_hopper_delta_" + kernel in text
+    with jax.enable_x64(True):
+        assert "vla_hopper_delta_grads" in lowered(
+            dim, value_dim, groups, gated=gated, normalize=gated
+        )
 
 
 def test_refuses_what_it_cannot_do():

@@ -115,12 +115,16 @@ def _below(m: Machine, x: Array) -> Array:
     return jnp.where(row > column, x, 0.0)
 
 
+def _rem(index: Array, size: int) -> Array:
+    return lax.rem(index, index.dtype.type(size))
+
+
 def _split(index: Array, *sizes: int) -> tuple[Array, ...]:
     """``index`` as digits, the last size the fastest."""
-    digits = []
+    digits: list[Array] = []
     for size in reversed(sizes[1:]):
-        digits.append(lax.rem(index, size))
-        index = lax.div(index, size)
+        digits.append(_rem(index, size))
+        index = lax.div(index, index.dtype.type(size))
     return (index, *reversed(digits))
 
 
@@ -165,7 +169,7 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int):
             m.fetch(r["log_decay"].at[batch, head, here], r["decays"].at[slot], ready)
 
     def chunk(n):
-        slot = lax.rem(n, 2)
+        slot = _rem(n, 2)
         here = pl.ds((block * run + n) * C, C)
         m.wait(r["ready"].at[slot])
 
@@ -290,7 +294,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
 
         @pl.loop(0, s.span)
         def _(n):
-            slot = lax.rem(n, stages)
+            slot = _rem(n, stages)
 
             @pl.when(n >= stages)
             def _():
@@ -302,7 +306,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                 @pl.loop(0, s.groups)
                 def _(g):
                     step = n * s.groups + g
-                    place = lax.rem(step, depth)
+                    place = _rem(step, depth)
 
                     @pl.when(step >= depth)
                     def _():
@@ -327,7 +331,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             memory = m.zeros((WIDTH, s.dim))
 
         def step(n, memory):
-            slot, half = lax.rem(n, stages), lax.rem(n, 2)
+            slot, half = _rem(n, stages), _rem(n, 2)
             m.wait(r["ready"].at[slot])
             keys, inverse = r["key_tile"].at[slot], r["inverse_tile"].at[slot]
             rounded = memory.astype(BF16)
@@ -398,7 +402,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
 
         @pl.loop(0, s.span)
         def _(n):
-            slot, half = lax.rem(n, stages), lax.rem(n, 2)
+            slot, half = _rem(n, stages), _rem(n, 2)
             m.wait(r["ready"].at[slot])
             writes = r["write_tile"].at[slot]
             totals = None
@@ -411,7 +415,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             @pl.loop(0, s.groups)
             def _(g):
                 step = n * s.groups + g
-                place, side = lax.rem(step, depth), lax.rem(step, 2)
+                place, side = _rem(step, depth), _rem(step, 2)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
                 scores = _lower(m, m.product((query, m.turned(writes))), totals).astype(BF16)
@@ -537,7 +541,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
 
         @pl.loop(0, s.span)
         def _(n):
-            slot = lax.rem(n, stages)
+            slot = _rem(n, stages)
             here, ready = tokens(n), r["ready"].at[slot]
 
             @pl.when(n >= stages)
@@ -557,7 +561,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             @pl.loop(0, s.groups)
             def _(g):
                 step = n * s.groups + g
-                place = lax.rem(step, depth)
+                place = _rem(step, depth)
 
                 @pl.when(step >= depth)
                 def _():
@@ -579,7 +583,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
         m.registers(232, more=True)
 
         def step(n, ends):
-            slot, half = lax.rem(n, stages), lax.rem(n, 2)
+            slot, half = _rem(n, stages), _rem(n, 2)
             m.wait(r["ready"].at[slot])
             rounded = ends.astype(BF16)
             if save:
@@ -596,7 +600,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
                 ends = ends * jnp.exp2(end)
 
             def add(g, ends):
-                place = lax.rem(n * s.groups + g, depth)
+                place = _rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
                 d_out = m.load(m.turned(r["d_out_tile"].at[place]))
                 if gated:
@@ -638,7 +642,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
 
         @pl.loop(0, s.span)
         def _(n):
-            slot, half = lax.rem(n, stages), lax.rem(n, 2)
+            slot, half = _rem(n, stages), _rem(n, 2)
             m.wait(r["ready"].at[slot])
             totals = None
             if gated:
@@ -648,7 +652,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
                 )
 
             def add(g, pull):
-                place = lax.rem(n * s.groups + g, depth)
+                place = _rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
                 scores = m.product((r["write_tile"].at[slot], m.turned(query)))
