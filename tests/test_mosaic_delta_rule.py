@@ -1,0 +1,201 @@
+"""The delta rule's kernels for Hopper GPUs: interpreted against the oracle, and lowered for CUDA.
+
+``JAX_PLATFORMS=cuda`` on a Hopper GPU compiles and runs them instead of interpreting.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracle
+import pytest
+import support
+import tolerances
+
+from vla_jax.pallas.mosaic import backend, delta_rule
+
+BF16 = jnp.bfloat16
+ON_DEVICE = jax.default_backend() == "gpu"
+TOKENS = ("query", "key", "write_key", "value")
+
+
+def draw(batch, length, heads, groups, dim, value_dim, *, unit=True, seed=0):
+    """Correlated keys, write keys near them but not along them, one token absent."""
+    rng = np.random.default_rng(seed)
+    normal = rng.standard_normal
+    key = 3 * normal((batch, length, heads, dim)) + 1
+    unit_key = key / np.linalg.norm(key, axis=-1, keepdims=True)
+    write = unit_key * rng.uniform(0.05, 0.95, (batch, length, heads, 1))
+    write += 0.3 / np.sqrt(dim) * normal(key.shape)
+    key = unit_key if unit else key
+    key[:, length // 2], write[:, length // 2] = 0, 0
+    query_heads = heads * groups
+    call = dict(
+        query=normal((batch, length, query_heads, dim)) / np.sqrt(dim),
+        key=key,
+        write_key=write,
+        value=normal((batch, length, heads, value_dim)),
+        d_out=normal((batch, length, query_heads, value_dim)),
+    )
+    call = {name: jnp.asarray(x, BF16) for name, x in call.items()}
+    call["rest"] = jnp.asarray(write - np.asarray(call["write_key"], np.float64), BF16)
+    for name in ("memory", "d_memory"):
+        call[name] = jnp.asarray(normal((batch, heads, dim, value_dim)), jnp.float32)
+    call["log_decay"] = jnp.asarray(-np.exp(normal((batch, length, heads)) - 2), jnp.float32)
+    return call
+
+
+def wide(x):
+    return np.asarray(x).astype(np.float64)
+
+
+def forward(call, normalize=False, **options):
+    return delta_rule.forward(
+        **{name: call[name] for name in TOKENS},
+        initial_memory=call["memory"],
+        normalize_key=normalize,
+        interpret=not ON_DEVICE,
+        **options,
+    )
+
+
+def check(call, *, gated=True, segment_ids=None, rest=False, normalize=False, pieces=None):
+    """Values and all cotangents, also through the returned memory."""
+    inputs = {name: call[name] for name in TOKENS}
+    decay = dict(log_decay=call["log_decay"] if gated else None, segment_ids=segment_ids)
+    extra = dict(write_rest=call["rest"] if rest else None)
+    out, memory, residuals = forward(
+        call, normalize, pieces=pieces, solve_rest=rest, **decay, **extra
+    )
+    cotangents = delta_rule.backward(
+        residuals,
+        **inputs,
+        d_out=call["d_out"],
+        d_memory=call["d_memory"],
+        interpret=not ON_DEVICE,
+        **decay,
+        **extra,
+    )
+    expected = {name: wide(x) for name, x in inputs.items()}
+    if normalize:
+        expected["key"] = oracle.normalize(expected["key"])[0]
+    if rest:
+        expected["write_key"] += wide(call["rest"])
+    options = dict(
+        log_decay=wide(decay["log_decay"]) if gated else None,
+        initial_memory=wide(call["memory"]),
+        segment_ids=None if segment_ids is None else np.asarray(segment_ids),
+    )
+    tolerance = tolerances.BFLOAT16_RMS
+    expected_out, expected_memory = oracle.delta_rule(**expected, **options)
+    support.assert_rms_close(out, expected_out, tolerance, "out")
+    support.assert_rms_close(memory, expected_memory, tolerance, "memory")
+    gradients = oracle.delta_rule_grad(
+        wide(call["d_out"]), wide(call["d_memory"]), **expected, **options
+    )
+    names = (*TOKENS, "memory", "log_decay")
+    for name, cotangent in zip(names, cotangents, strict=True):
+        if cotangent is None:
+            assert (name, gated) == ("log_decay", False)
+            continue
+        support.assert_rms_close(cotangent, gradients[name], tolerance, "d " + name)
+
+
+def test_without_decay():
+    check(draw(1, 64, 1, 1, 64, 64), gated=False)
+
+
+def test_decay_segments_and_normalised_keys_over_an_odd_length():
+    ids = np.zeros((1, 100), np.int32)
+    for start in (2, 40, 64, 99):
+        ids[:, start:] += 1
+    check(
+        draw(1, 100, 1, 1, 64, 64, unit=False),
+        segment_ids=jnp.asarray(ids),
+        normalize=True,
+    )
+
+
+def test_groups_of_queries_and_write_keys_of_more_than_16_bits():
+    check(draw(1, 64, 1, 2, 64, 64), rest=True)
+
+
+@pytest.mark.slow
+def test_pieces_are_the_whole():
+    check(draw(1, 190, 1, 1, 64, 64), pieces=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("dim", "value_dim"), [(64, 128), (128, 64), (128, 128)])
+def test_wide(dim, value_dim):
+    check(draw(1, 100, 2, 2, dim, value_dim, unit=False), normalize=True, rest=True)
+
+
+def test_decays_that_forget_everything():
+    """Given as log decays, not as segments; the cotangent of such a decay is zero."""
+    call = draw(1, 64, 1, 1, 64, 64)
+    hard = np.array(call["log_decay"])
+    hard[:, ::5] = -1e30
+    hard[:, 1::5] = -30
+    call["log_decay"] = jnp.asarray(hard)
+    check(call)
+
+
+def test_the_rest_of_a_write_key_reaches_the_memory():
+    """Tokens that no later key reaches: only the rest can make the sum this accurate."""
+    call = draw(1, 64, 1, 1, 64, 64)
+    call["key"] = jnp.zeros_like(call["key"])
+    call["memory"] = jnp.zeros_like(call["memory"])
+    call["value"] = jnp.round(call["value"])  # no rounding in the residual
+    write = wide(call["write_key"]) + wide(call["rest"])
+    expected = np.einsum("bthd,bthe->bhde", write, wide(call["value"]))
+    _, exact, _ = forward(call, write_rest=call["rest"], save_residuals=False)
+    _, rounded, _ = forward(call, save_residuals=False)
+    support.assert_rms_close(exact, expected, 2e-5, "memory")
+    with pytest.raises(AssertionError):
+        support.assert_rms_close(rounded, expected, 2e-4, "memory")
+
+
+def lowered(dim, value_dim, groups, *, gated, normalize):
+    shape = jax.ShapeDtypeStruct
+    batch, length, heads = 2, 256, 2
+    inputs = dict(
+        query=shape((batch, length, heads * groups, dim), BF16),
+        key=shape((batch, length, heads, dim), BF16),
+        write_key=shape((batch, length, heads, dim), BF16),
+        value=shape((batch, length, heads, value_dim), BF16),
+    )
+    decay = shape((batch, length, heads), jnp.float32) if gated else None
+    d_out = shape((batch, length, heads * groups, value_dim), BF16)
+
+    def both(inputs, decay, d_out):
+        residuals = delta_rule.forward(**inputs, log_decay=decay, normalize_key=normalize)[2]
+        return delta_rule.backward(residuals, **inputs, d_out=d_out, log_decay=decay)
+
+    traced = jax.jit(both).trace(inputs, decay, d_out)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("dim", "value_dim", "groups", "gated"),
+    [(64, 64, 1, True), (64, 128, 2, False), (128, 64, 2, True), (128, 128, 1, True)],
+)
+def test_lowers_for_cuda_without_a_gpu(dim, value_dim, groups, gated):
+    if jax.__version_info__ < backend.FIRST_JAX:
+        with pytest.raises(NotImplementedError, match=r"need jax 0\.11 or later"):
+            lowered(dim, value_dim, groups, gated=gated, normalize=gated)
+        return
+    text = lowered(dim, value_dim, groups, gated=gated, normalize=gated)
+    for kernel in ("invert", "sweep", "back", "grads"):
+        assert "vla_hopper_delta_" + kernel in text
+    with jax.enable_x64(True):
+        assert "vla_hopper_delta_grads" in lowered(
+            dim, value_dim, groups, gated=gated, normalize=gated
+        )
+
+
+def test_refuses_what_it_cannot_do():
+    call = draw(1, 64, 1, 1, 64, 64)
+    with pytest.raises(NotImplementedError, match="key must be bfloat16, got float32"):
+        forward(call | dict(key=call["key"].astype(jnp.float32)))
+    with pytest.raises(NotImplementedError, match="value dimension must be 64 or 128, got 48"):
+        forward(call | dict(value=call["value"][..., :48]))
