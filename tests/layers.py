@@ -27,3 +27,8 @@ def make(seed=0, num_heads=4, **kwargs):
 
 def draw(length, batch=2, seed=0):
     return jax.random.normal(jax.random.key(seed), (batch, length, IN))
+
+
+def pure(module):
+    """The parameters as nested dictionaries of arrays."""
+    return flax_nnx.to_pure_dict(flax_nnx.state(module, flax_nnx.Param))

@@ -20,7 +20,7 @@ import pytest
 import tolerances
 from flax import linen as flax_linen
 from flax import nnx as flax_nnx
-from layers import FULL, IN, draw, make
+from layers import FULL, IN, draw, make, pure
 from support import assert_close, assert_rms_close
 
 import vla_jax
@@ -36,10 +36,6 @@ OPTIONS = {
     "features": {"feature_map": jax.nn.silu, "readout": "none", "output_norm": "rms_per_head"},
 }
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
-
-
-def pure(module):
-    return flax_nnx.to_pure_dict(flax_nnx.state(module, flax_nnx.Param))
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -106,3 +106,24 @@ def assert_unit_key_and_gain(unit_key: Array, gain: Array) -> None:
         atol=0.0,
         custom_message="the unit write direction must be zero where the unit key is",
     )
+
+
+def assert_converged(residual: Array, tolerance: float = 1e-3) -> None:
+    """Asserts that every solve has come to a relative residual of ``tolerance``.
+
+    Args:
+      residual: of any shape, as ``vla_jax.diagnostics.solve_report`` gives it.
+      tolerance: above what the solver stops at in 16 bits, 3e-4.
+
+    Raises:
+      AssertionError, RuntimeError: as ``assert_unit_norm``, under the same conditions.
+    """
+    worst = jnp.max(jax.lax.stop_gradient(residual), initial=0)
+    chex.assert_trees_all_close(
+        worst,
+        jnp.zeros_like(worst),
+        rtol=0.0,
+        atol=tolerance,
+        custom_message=f"the solve must come to a relative residual of {tolerance:.1e}: this is "
+        "the largest. lambda0 is too small beside the weights and directions, or not finite",
+    )

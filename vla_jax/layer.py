@@ -24,8 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import checks, numerics, ops, primitives, sharding, validation
+from vla_jax import bundles, checks, diagnostics, numerics, ops, primitives, sharding, validation
 from vla_jax import plan as planning
+from vla_jax.bundles import Attention
 from vla_jax.convolution import convolve
 from vla_jax.layer_config import (
     CONVS,
@@ -256,30 +257,34 @@ def check_conv(config: LayerConfig, conv: Any, name: str, batch: int) -> None:
         raise ValueError(f"{name}.conv must be None in a layer without short_conv")
 
 
-def _check_invariants(
-    config: LayerConfig,
-    key: Array,
-    direction: Array | None,
-    lambda0: Any,
-    penalty: Array,
-    mask: Array | None,
-    segment_ids: Array | None,
-) -> None:
-    """Computes ``k̂`` and ``α̂`` as ``vla_attention`` does and asserts their lengths."""
-    key, direction, lambda0, penalty = jax.lax.stop_gradient((key, direction, lambda0, penalty))
-    unit_key = numerics.normalize(key.astype(numerics.accumulator_dtype(key.dtype)))
+def _check_invariants(config: LayerConfig, inputs: Attention, mask: Array | None) -> None:
+    """Computes ``k̂`` and, unless the inverse is at the read, ``α̂``, and asserts their lengths.
+
+    With gates, asserts also that the solve converges.
+    """
+    inputs = planning.masked(jax.lax.stop_gradient(inputs), mask)
+    unit_key = numerics.normalize(inputs.key.astype(numerics.accumulator_dtype(inputs.key.dtype)))
+    direction = inputs.direction
     if direction is None:
-        direction = numerics.penalty_direction(unit_key)
-    unit_key, direction = (numerics.masked(y, mask) for y in (unit_key, direction))
-    solution, _ = primitives.penalty_solve(
-        unit_key,
-        direction.astype(unit_key.dtype),
-        lambda0=lambda0,
-        initial_penalty=penalty.astype(unit_key.dtype),
-        segment_ids=segment_ids,
-        implementation="xla",
-    )
-    checks.assert_unit_key_and_gain(unit_key, numerics.normalize(solution))
+        direction = numerics.penalty_direction(unit_key, config.inverse)
+    at_read = config.inverse == "read"
+    rhs = inputs.query.astype(unit_key.dtype) if at_read else unit_key
+    problem: dict[str, Any] = {
+        "rhs": rhs,
+        "direction": direction.astype(unit_key.dtype),
+        "lambda0": inputs.lambda0,
+        "weight": inputs.beta,
+        "log_decay": inputs.log_decay,
+        "initial_penalty": inputs.penalty.astype(unit_key.dtype),
+        "segment_ids": inputs.segment_ids,
+    }
+    if at_read:
+        checks.assert_unit_norm(unit_key, name="the unit key")
+    else:
+        solution, _ = primitives.penalty_solve(**problem, implementation="xla")
+        checks.assert_unit_key_and_gain(unit_key, numerics.normalize(solution))
+    if at_read or bundles.gates(inputs):
+        checks.assert_converged(diagnostics.solve_report(**problem).residual)
 
 
 def apply(
@@ -334,9 +339,11 @@ def apply(
     query, key, value, direction, conv = attention_inputs(
         config, params, x, state.conv, mask, segment_ids, axis_name
     )
-    lambda0 = lambda0_of(config, params, x.dtype)
+    lambda0, weights = lambda0_of(config, params, x.dtype), gates(config, params, x)
     if config.check_invariants:
-        _check_invariants(config, key, direction, lambda0, state.vla.penalty, mask, segment_ids)
+        fields = state.vla.memory, state.vla.penalty, state.vla.key_sum
+        checked = Attention(query, key, value, direction, lambda0, *fields, segment_ids, **weights)
+        _check_invariants(config, checked, mask)
     attention: Callable[..., Any] = ops.vla_attention
     if axis_name is not None:
         attention = functools.partial(sharding.context_parallel_attention, axis_name=axis_name)
@@ -345,7 +352,7 @@ def apply(
         key,
         value,
         direction,
-        **gates(config, params, x),
+        **weights,
         inverse=config.inverse,
         lambda0=lambda0,
         initial_state=state.vla,
@@ -382,10 +389,12 @@ def step(
     _check_state(config, state, "state", x_t.shape[0])
     x = x_t.astype(_compute_dtype(config, params, x_t))[:, None]
     query, key, value, direction, conv = attention_inputs(config, params, x, state.conv, None, None)
-    lambda0 = lambda0_of(config, params, x.dtype)
+    lambda0, weights = lambda0_of(config, params, x.dtype), gates(config, params, x)
     if config.check_invariants:
-        _check_invariants(config, key, direction, lambda0, state.vla.penalty, None, None)
-    now = {name: gate[:, 0] for name, gate in gates(config, params, x).items()}
+        fields = state.vla.memory, state.vla.penalty, state.vla.key_sum
+        checked = Attention(query, key, value, direction, lambda0, *fields, None, **weights)
+        _check_invariants(config, checked, None)
+    now = {name: gate[:, 0] for name, gate in weights.items()}
     out, vla = ops.vla_step(
         query[:, 0],
         key[:, 0],
