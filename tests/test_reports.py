@@ -508,3 +508,44 @@ def test_a_state_in_the_other_byte_order_is_saved(tmp_path):
     serialization.save(tmp_path / "state", np.arange(3, dtype=">f4"))
     found = serialization.load(tmp_path / "state", np.zeros(3, "<f4"))
     np.testing.assert_array_equal(found, [0, 1, 2])
+
+
+# --- 35: donated states --------------------------------------------------------------------------
+
+
+def test_every_state_can_be_donated():
+    """No two fields share an array: JAX refuses to give one away twice."""
+    token, sequence = jnp.ones((1, 2, 4)), jnp.ones((1, 3, 2, 4))
+    step = jax.jit(lambda s: vla_jax.vla_step(token, token, token, None, s)[1], donate_argnums=0)
+    step(step(vla_jax.init_state(1, 2, 4, 4)))
+    _, state = vla_jax.vla_attention(sequence, sequence, sequence, return_state=True)
+    step(state.replace(penalty=state.penalty + 1))
+    for mixer in (vla(short_conv=3), softmax(), baseline("mesa"), baseline("linear")):
+        run = jax.jit(
+            lambda s, mixer=mixer: mixer(X, initial_state=s, return_state=True)[1],
+            donate_argnums=0,
+        )
+        run(run(mixer.init_state(2)))
+
+
+# --- 37: values under jit ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "bad"),
+    [
+        ("lambda0", -1.0),
+        ("lambda0", np.float32(0)),
+        ("lambda0", [0.1, -1.0]),
+        ("lambda0", jnp.array([0.1, jnp.nan])),
+        ("segment_ids", np.array([[0, 1, 0]])),
+        ("log_decay", np.full((1, 3, 2), 0.5, np.float32)),
+        ("beta", np.full((1, 3, 2), -0.5, np.float32)),
+        ("eps", -1.0),
+    ],
+    ids=str,
+)
+def test_concrete_values_are_checked_under_jit(name, bad):
+    x = jnp.ones((1, 3, 2, 4))
+    with pytest.raises(ValueError, match=name):
+        jax.jit(lambda x: vla_jax.vla_attention(x, x, x, **{name: bad}))(x)

@@ -415,9 +415,9 @@ class SoftmaxAttention(_Scaffold):
             )
         dtype = config.param_dtype if config.dtype is None else config.dtype
         shape = (batch_size, self.window, config.num_kv_heads, config.head_dim)
-        cache = jnp.zeros(shape, dtype)
-        number = jnp.zeros(batch_size, jnp.int32)
-        return Cache(cache, cache, number, number, self._conv_state(batch_size))
+        key, value = (jnp.zeros(shape, dtype) for _ in range(2))  # two, so that both can be donated
+        first, count = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
+        return Cache(key, value, first, count, self._conv_state(batch_size))
 
     def step(self, x_t: Array, state: Cache) -> tuple[Array, Cache]:
         """One token, ``[B, in_features]``: ``(out, state)``."""

@@ -53,11 +53,11 @@ def init_state(
 
 
 def _with_empty_cache(state: VLAState) -> VLAState:
-    per_head = jnp.zeros(state.key_sum.shape[:-1], state.key_sum.dtype)
-    return state.replace(
+    per_head = state.key_sum[..., 0]
+    return state.replace(  # an array each: one that two fields share cannot be donated
         inverse=jnp.zeros_like(state.penalty),
-        inverse_lambda0=per_head,
-        inverse_age=per_head,
+        inverse_lambda0=jnp.zeros_like(per_head),
+        inverse_age=jnp.zeros_like(per_head),
         penalty_rest=jnp.zeros_like(state.penalty),
     )
 

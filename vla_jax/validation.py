@@ -123,7 +123,7 @@ def floor(name: str, value: Any, dtype: Any) -> None:
         )
 
 
-def values(name: str, x: Array | np.ndarray, allowed: Callable[[Any], Any], expected: str) -> None:
+def values(name: str, x: Any, allowed: Callable[[Any], Any], expected: str) -> None:
     """Raises ValueError, naming a value, if some of a concrete ``x`` are not allowed."""
     if is_concrete(x):
         found = np.asarray(x, np.float64)
@@ -181,7 +181,8 @@ def lambda0(value: Any, num_heads: int, dtype: Any) -> Array:
         )
     low, high = numerics.lambda0_range(dtype)
     expected = f"positive and finite, in {jnp.dtype(dtype)} from {low:.8g} to {high:.8g}"
-    values("lambda0", result, lambda x: (x >= low) & (x <= high), expected)
+    # As given: under jit the array is traced, also where a number was given.
+    values("lambda0", value, lambda x: (x >= low) & (x <= high), expected)
     return jnp.broadcast_to(result.astype(dtype), (num_heads,))
 
 
@@ -199,12 +200,12 @@ def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
         values = np.asarray(ids)  # before they are narrowed
         if values.dtype.kind in "iu" and (values.min() < -(2**31) or values.max() >= 2**31):
             raise ValueError(f"segment_ids must fit in int32, got {values.min()} to {values.max()}")
-    ids = as_array("segment_ids", ids)
+    given, ids = ids, as_array("segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids must be integers, got dtype {ids.dtype}")
     check_shape("segment_ids", ids, (batch, length), "[B, T]")
-    if is_concrete(ids):
-        values = np.asarray(ids)
+    if is_concrete(given):  # under jit too, where the array is traced
+        values = np.asarray(given)
         drop = np.argwhere(values[:, 1:] < values[:, :-1])
         if drop.size:
             b, t = drop[0]
