@@ -647,3 +647,61 @@ def test_drawn_gates(x64, knobs):
     check(
         function, arrays, rest, jnp.float64, 1e-9, 1e-7, options, floor=1e-5, **chunks("xla")
     )  # fmt: skip
+
+
+# --- options and arguments -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inverse", ["write", "read"])
+def test_the_reference_is_differentiated_in_any_mode(inverse):
+    """Forward over reverse, with decay: what the other implementations have not."""
+    arrays, _ = draw(GATES[0])
+    arrays = cast({n: arrays[n][:1, :4] for n in ("query", "key", "value", "beta")}, jnp.float32)
+    decay = -jnp.linspace(0.1, 1, 8).reshape(1, 4, 2)
+
+    def loss(log_decay):
+        out = vla_jax.vla_attention(
+            **arrays, log_decay=log_decay, inverse=inverse, implementation="reference"
+        )
+        return jnp.sum(jnp.sin(out))
+
+    forward = jax.jvp(loss, (decay,), (jnp.ones_like(decay),))[1]
+    assert_close(forward, np.asarray(jax.grad(loss)(decay).sum()), 1e-4)
+    second = jax.jvp(jax.grad(loss), (decay,), (jnp.ones_like(decay),))[1]
+    step = 1e-2
+    wanted = (jax.grad(loss)(decay + step) - jax.grad(loss)(decay - step)) / (2 * step)
+    assert_close(second, np.asarray(wanted), 2e-2)
+
+
+def test_what_kernels_refuse(monkeypatch):
+    monkeypatch.setenv("VLA_JAX_PALLAS_INTERPRET", "1")
+    x, gate = jnp.ones((1, 4, 2, 8)), jnp.ones((1, 4, 2))
+    refused = functools.partial(pytest.raises, NotImplementedError)
+    for options, reason in (
+        ({"beta": gate}, "no beta"),
+        ({"log_decay": -gate}, "no log_decay"),
+        ({"inverse": "read"}, "no inverse='read'"),
+    ):
+        for name in ("pallas", "triton"):
+            with refused(match=f"implementation='{name}' cannot serve.*{reason}"):
+                vla_jax.vla_attention(x, x, x, **options, implementation=name)
+    with refused(match="no grouped right-hand sides"):
+        vla_jax.penalty_solve(jnp.ones((1, 4, 4, 8)), x, lambda0=1.0, implementation="pallas")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"log_decay": np.full((1, 4, 2), 1, jnp.bfloat16)}, "log_decay must be finite and not"),
+        ({"beta": np.full((1, 4, 2), np.nan, np.float32)}, "beta must be finite and not"),
+        ({"beta": np.ones((1, 4, 3))}, r"beta must have shape \[B, T, H\]"),
+        ({"inverse": "read", "write_gain": np.array(["unit", "rls"])}, "write_gain must be None"),
+        ({"inverse": "read", "readout": "ratio"}, "readout must be 'none'"),
+        ({"inverse": "both"}, "inverse must be one of"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_bad_gates_are_named(options, message):
+    x = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=message):
+        vla_jax.vla_attention(x, x, x, **options)

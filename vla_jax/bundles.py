@@ -146,5 +146,9 @@ def gates(bundle: Bundle | Step) -> dict[str, Array]:
 
 def needs_gates(bundle: Bundle) -> bool:
     """Whether the bundle has gates, or several right-hand sides a head, which is their solver's."""
-    grouped = isinstance(bundle, Solve) and bundle.rhs.shape[2] != bundle.direction.shape[2]
-    return grouped or bool(gates(bundle))
+    return grouped(bundle) or bool(gates(bundle))
+
+
+def grouped(bundle: Bundle | Step) -> bool:
+    """Whether it is a solve with several right-hand sides a head."""
+    return isinstance(bundle, Solve) and bundle.rhs.shape[2] != bundle.direction.shape[2]

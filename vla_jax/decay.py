@@ -174,8 +174,7 @@ def decayed_sums(
     return sums[:, ::-1] if reverse else sums
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def causal_sum(
+def plain_sum(
     x: Array,
     log_decay: Array | None,
     initial: Array,
@@ -193,6 +192,18 @@ def causal_sum(
     """
     log_decay = effective(log_decay, x, segment_ids, initial.dtype)
     return decayed_sums(x, log_decay, initial, policy=policy)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def causal_sum(
+    x: Array,
+    log_decay: Array | None,
+    initial: Array,
+    segment_ids: Array | None,
+    policy: numerics.Policy,
+) -> Array:
+    """``plain_sum`` with a closed-form backward."""
+    return plain_sum(x, log_decay, initial, segment_ids, policy)
 
 
 def _causal_sum_forward(x, log_decay, initial, segment_ids, policy):

@@ -92,7 +92,9 @@ def choose_step(name: Any, step: Any, inverse: str) -> str:
 
 def _unsupported(name: str, bundle: Any, chunk_size: int | None, inverse: str) -> str | None:
     if name not in GATED:
-        given = [*bundles.gates(bundle), *(["inverse='read'"] if inverse == "read" else [])]
+        given = list(bundles.gates(bundle))
+        given += ["inverse='read'"] if inverse == "read" else []
+        given += ["grouped right-hand sides"] if bundles.grouped(bundle) else []
         if given:
             return f"its kernels have no {' and no '.join(given)}"
     return module(name).unsupported(bundle, chunk_size)

@@ -123,7 +123,9 @@ def vla_attention(
       inverse: whether ``A`` is applied at the ``"write"``, to the key, or at the ``"read"``, to the
         query. A state belongs to the kind that made it, which it does not record.
       lambda0: scalar or ``[H]``, positive; differentiable. None means 0.1, with ``inverse="read"``
-        1. What float32 makes of a tiny one: ``docs/derivation.md``, section 2.
+        1. What float32 makes of a tiny one: ``docs/derivation.md``, section 2. With gates it wants
+        to be .01 times the longest ``β ‖u‖²`` or more: ``vla_jax.diagnostics.solve_report`` shows
+        which tokens have not converged.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
         id changes, at a masked token too: padding at the end takes the id before it, or the state
@@ -222,7 +224,9 @@ def weigh(plan: Plan, inputs: Attention, out: Array) -> tuple[Array, Array]:
         if log_decay is None:
             key_sums, key_sum = chunks.causal_sum(key, key_sum, inputs.segment_ids, plan.policy)
         else:
-            key_sums = decay.causal_sum(key, log_decay, key_sum, inputs.segment_ids, plan.policy)
+            # A closed-form backward, or what JAX differentiates in any mode.
+            sums = decay.plain_sum if plan.implementation == "reference" else decay.causal_sum
+            key_sums = sums(key, log_decay, key_sum, inputs.segment_ids, plan.policy)
             key_sum = key_sums[:, -1]
         grouped = numerics.grouped(query, key.shape[2]).astype(key_sums.dtype)
         weight = jnp.sum(grouped * key_sums[:, :, :, None], axis=-1)

@@ -75,7 +75,7 @@ def variant(write_gain: Any, readout: Any, eps: Any, inverse: Any, dtype: DTypeL
     validation.floor("eps", eps, dtype)
     if inverse == "read":
         for name, value, only in (("write_gain", write_gain, None), ("readout", readout, "none")):
-            if value not in (None, only):
+            if value is not None and not (isinstance(value, str) and value == only):
                 raise ValueError(
                     f"{name} must be {only!r} or left out with inverse='read', which has none; "
                     f"got {value!r}"
@@ -184,7 +184,7 @@ def gate(name: str, x: Any, sizes: Sizes) -> Array | None:
     """
     if x is None:
         return None
-    if isinstance(x, np.ndarray) and x.dtype.kind == "f":
+    if isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
         if name == "log_decay":
             allowed, expected = lambda x: (x <= 0) & (x > -np.inf), "finite and not positive"
         else:
