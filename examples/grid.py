@@ -7,7 +7,8 @@ from its own seed as in ``training.py``, and a run that has reached its target i
 A directory holds ``runs.csv`` and ``cells.jsonl`` (``rows.py`` says how), ``history.csv`` (the
 validations of every run), ``partial/`` (the state of a cell that was stopped half way),
 ``table.md`` and the plots. What is in ``runs.csv`` is not run again; the same command goes on where
-the last one was stopped or killed.
+the last one was stopped or killed. One file, because a cell, its compiled program and what it
+leaves in the directory are read together.
 """
 
 from __future__ import annotations

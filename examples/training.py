@@ -2,6 +2,9 @@
 
 Everything a run draws comes from ``(seed, stream, index)``, so the batch of step ``i`` is the same
 whether or not the run was interrupted before it, and held-out data never meet training data.
+
+One file, because a run's directory is one invariant: what a step, a checkpoint, a signal and a
+resumed process may each leave in it.
 """
 
 from __future__ import annotations
