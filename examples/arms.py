@@ -40,6 +40,17 @@ ARMS: dict[str, dict[str, Any]] = {
         "output_norm": "rms_per_head",
     },
     "vla key silu no ratio": {"mixer": "vla_silu", "direction": "key", "readout": "none"},
+    **{
+        f"vla {name}": {"mixer": "vla", "direction": "key", "readout": "none", **gates}
+        for name, gates in {
+            "beta": {"beta": True},
+            "decay": {"decay": True},
+            "gated": {"beta": True, "decay": True},
+            "gated read": {"beta": True, "decay": True, "inverse": "read"},
+            "read": {"inverse": "read"},
+        }.items()
+    },
+    "gated_mesa": {"mixer": "gated_mesa"},
 }
 
 
@@ -91,3 +102,5 @@ ABLATIONS = (
     "vla rls",
     "vla key rls",
 )
+# What weights, decay and the inverse at the read are worth; beside "vla key no ratio".
+GATED_ARMS = ("vla gated read", "vla gated", "gated_mesa", "vla decay", "vla beta", "vla read")

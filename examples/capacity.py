@@ -18,6 +18,7 @@ from arms import (
     FAIR,
     FAIR_ARMS,
     FAIR_RATES,
+    GATED_ARMS,
     PUBLISHED,
     PUBLISHED_ARMS,
     PUBLISHED_RATES,
@@ -63,7 +64,7 @@ def _fair() -> list[Cell]:
     panels = (("short convolution", 4), ("no convolution", None))
     order = [
         (arm, pairs, panel, conv)
-        for arms in (FAIR_ARMS, ABLATIONS)
+        for arms in (FAIR_ARMS, ABLATIONS, GATED_ARMS)
         for panel, conv in panels
         for pairs in (16, 32, 64, 8)
         for arm in arms

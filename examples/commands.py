@@ -18,6 +18,8 @@ from typing import Any
 
 from absl import flags, logging
 
+from vla_jax.types import INVERSES
+
 
 class Interrupted(KeyboardInterrupt):
     """A signal that asked to stop.
@@ -85,6 +87,26 @@ def check_arguments(name: str, argv: Sequence[str]) -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+GATES = ("decay", "beta", "inverse", "learn_lambda0")
+
+
+def define_gates(of: str) -> dict[str, flags.FlagHolder[Any]]:
+    """The flags named in ``GATES``: options of ``ModelConfig`` for the layers of VLA."""
+    defined: dict[str, Any] = {
+        "decay": flags.DEFINE_bool("decay", False, f"Whether memory and penalty decay, of {of}."),
+        "beta": flags.DEFINE_bool("beta", False, f"Whether tokens have weights, of {of}."),
+        "inverse": flags.DEFINE_enum(
+            "inverse", "write", INVERSES, f"Where the penalty is applied, of {of}."
+        ),
+        "learn_lambda0": flags.DEFINE_bool(
+            "learn_lambda0", False, f"Whether lambda0 is a parameter, of {of}."
+        ),
+    }
+    for name in GATES:  # for the --help of the script
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[name])
+    return defined
 
 
 def said(error: BaseException) -> str:

@@ -13,7 +13,6 @@ twice the trained length.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import pathlib
 
@@ -77,7 +76,7 @@ def _untrained(out_dir: pathlib.Path) -> None:
             "answers": int(asked.sum()),
             "device": jax.devices()[0].device_kind,
             "versions": grid.versions(),
-            "model": dataclasses.asdict(config),
+            "model": config.settings(),
         }
         UNTRAINED.append(out_dir, [row])
     rows = UNTRAINED.read(out_dir)

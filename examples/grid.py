@@ -97,7 +97,7 @@ class Cell:
         data = {
             "task": tasks.pop(""),
             "lengths": tasks,
-            "model": dataclasses.asdict(self.model),
+            "model": self.model.settings(),
             "training": train,
             "learning_rates": self.learning_rates,
         }

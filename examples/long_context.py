@@ -12,7 +12,16 @@ from __future__ import annotations
 import dataclasses
 
 import grid
-from arms import FAIR, FAIR_ARMS, FAIR_RATES, PUBLISHED, PUBLISHED_RATES, SEEDS, model_of
+from arms import (
+    FAIR,
+    FAIR_ARMS,
+    FAIR_RATES,
+    GATED_ARMS,
+    PUBLISHED,
+    PUBLISHED_RATES,
+    SEEDS,
+    model_of,
+)
 from grid import Cell
 from tasks import MQAR
 
@@ -43,7 +52,8 @@ EXPERIMENT = grid.Experiment(
             for arm in ("vla", "deltanet", "published_deltanet", "identity", "linear", "softmax")
         ],
         "fair": lambda: [
-            _fair(arm) for arm in (*FAIR_ARMS, "vla no ratio", "vla no ratio rms", "linear")
+            _fair(arm)
+            for arm in (*FAIR_ARMS, "vla no ratio", "vla no ratio rms", "linear", *GATED_ARMS)
         ],
         "smoke": lambda: grid.smoke([_fair(arm, 32) for arm in ("vla", "softmax")]),
     },

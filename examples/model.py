@@ -21,7 +21,9 @@ from flax import nnx
 from ngrams import NGrams
 
 from vla_jax.baseline_layers import BASELINES, BaselineAttention, SoftmaxAttention
+from vla_jax.layer import LayerConfig
 from vla_jax.nnx import VariationalLinearAttention
+from vla_jax.plan import LAMBDA0
 from vla_jax.types import Arrays
 
 EMBEDDING_STD = 0.02
@@ -37,7 +39,9 @@ class ModelConfig:
       max_length: rows of the position embedding: sequences are no longer. None for no positions,
         which leaves order to the mixers and length without a bound.
       d_model, num_heads, num_layers, ffn_dim: the usual.
-      implementation, direction, lambda0: options of ``"vla"``, as in the layer.
+      implementation, direction, lambda0, learn_lambda0: options of ``"vla"``, as in the layer.
+      inverse, beta, decay: further ones. Of ``lambda0`` None is the layer's: 0.1, or 1 with
+        ``inverse="read"``.
       layers: one name in ``MIXERS`` for each layer, such as ``("vla", "vla", "softmax")``; None for
         ``mixer`` in all of them.
       num_kv_heads, short_conv: of every mixer; None for the layer's default.
@@ -53,7 +57,7 @@ class ModelConfig:
       output_norm: of every mixer: ``"layer"``, ``"rms_per_head"`` or ``"none"``.
 
     Raises:
-      ValueError: naming what does not fit.
+      ValueError, NotImplementedError: naming what does not fit.
     """
 
     mixer: str = "vla"
@@ -65,7 +69,7 @@ class ModelConfig:
     ffn_dim: int = 256
     implementation: str | None = None
     direction: str = "learned"
-    lambda0: float = 0.1
+    lambda0: float | None = None
     layers: tuple[str, ...] | None = None
     num_kv_heads: int | None = None
     short_conv: int | None = None
@@ -77,6 +81,10 @@ class ModelConfig:
     dtype: str | None = None
     write_gain: str | None = None
     output_norm: str = "layer"
+    inverse: str = "write"
+    beta: bool = False
+    decay: bool = False
+    learn_lambda0: bool = False
 
     def __post_init__(self) -> None:
         if self.layers is not None:
@@ -99,6 +107,24 @@ class ModelConfig:
             raise ValueError(f"ngrams must be at least 2, got {self.ngrams}")
         if not 1 <= self.ngram_bits <= 24:
             raise ValueError(f"ngram_bits must be from 1 to 24, got {self.ngram_bits}")
+        vla = [mixer for mixer in dict.fromkeys(self.mixers) if mixer in _VLA]
+        for name, default in _NEW.items():
+            if getattr(self, name) != default and not vla:
+                raise ValueError(f"{name} needs a layer of 'vla', got {', '.join(self.mixers)}")
+        if self.lambda0 is None:
+            object.__setattr__(self, "lambda0", LAMBDA0.get(self.inverse))
+        for mixer in vla:  # it says what does not go together
+            LayerConfig(
+                num_heads=self.num_heads, in_features=self.d_model, **_vla_options(mixer, self)
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """The fields, by which results are told apart.
+
+        Those that came after the first kept results are absent where they have their default.
+        """
+        fields = dataclasses.asdict(self)
+        return {n: x for n, x in fields.items() if n not in _NEW or x != _NEW[n]}
 
     @property
     def mixers(self) -> tuple[str, ...]:
@@ -124,15 +150,25 @@ def _scaffold(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _vla(config: ModelConfig, rngs: nnx.Rngs, **options: Any) -> VariationalLinearAttention:
-    options |= _scaffold(config) | {
-        "implementation": config.implementation,
-        "direction": config.direction,
-        "lambda0": config.lambda0,
-    }
-    for name in ("write_gain", "readout"):
-        if getattr(config, name) is not None:
-            options[name] = getattr(config, name)
+_NEW: dict[str, Any] = {"inverse": "write", "beta": False, "decay": False, "learn_lambda0": False}
+
+# Mixers that are VLA, and what they set.
+_VLA: dict[str, dict[str, Any]] = {
+    "vla": {},
+    # The features of the delta rules without a ratio, to tell what they do from the penalty.
+    "vla_silu": {"feature_map": jax.nn.silu, "readout": "none"},
+}
+_VLA_OPTIONS = ("implementation", "direction", "lambda0", "learn_lambda0")
+_VLA_OPTIONS += ("inverse", "beta", "decay", "write_gain", "readout")
+
+
+def _vla_options(mixer: str, config: ModelConfig) -> dict[str, Any]:
+    asked = {name: getattr(config, name) for name in _VLA_OPTIONS}
+    return _VLA[mixer] | _scaffold(config) | {n: x for n, x in asked.items() if x is not None}
+
+
+def _vla(mixer: str, config: ModelConfig, rngs: nnx.Rngs) -> VariationalLinearAttention:
+    options = _vla_options(mixer, config)
     return VariationalLinearAttention(config.num_heads, config.d_model, **options, rngs=rngs)
 
 
@@ -152,9 +188,7 @@ def _baseline(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> BaselineAttenti
 
 # [B, T, d_model] to [B, T, d_model]; everything else in the model is shared.
 MIXERS: dict[str, Callable[[ModelConfig, nnx.Rngs], Any]] = {
-    "vla": _vla,
-    # The features of the delta rules without a ratio, to tell what they do from the penalty.
-    "vla_silu": functools.partial(_vla, feature_map=jax.nn.silu, readout="none"),
+    **{mixer: functools.partial(_vla, mixer) for mixer in _VLA},
     "softmax": _softmax,
     **{kind: functools.partial(_baseline, kind) for kind in BASELINES},
 }
@@ -346,10 +380,11 @@ def state_floats(config: ModelConfig, length: int) -> int:
     """
     heads = config.num_kv_heads or config.num_heads
     dim = config.d_model // config.num_heads
-    sizes = {"vla": 2 * dim * dim + dim, "mesa": 2 * dim * dim, "softmax": 2 * length * dim}
+    sizes = {"vla": 2 * dim * dim + dim, "softmax": 2 * length * dim}
+    sizes |= dict.fromkeys(("mesa", "gated_mesa"), 2 * dim * dim)
     sizes |= dict.fromkeys(("deltanet", "deltanet_elu", "gated_deltanet"), dim * dim)
     sizes["vla_silu"] = 2 * dim * dim + (dim if config.readout == "ratio" else 0)
-    if config.readout == "none":
+    if config.readout == "none" or config.inverse == "read":
         sizes["vla"] = 2 * dim * dim
     conv = 0
     if config.short_conv is not None:

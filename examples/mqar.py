@@ -19,7 +19,7 @@ import sys
 
 import jax
 from absl import app, flags
-from commands import check_arguments, said
+from commands import GATES, check_arguments, define_gates, said
 from model import MIXERS, ModelConfig
 from tasks import LAYOUTS, MQAR
 from training import Run, TrainConfig, begin, make_mesh
@@ -29,7 +29,7 @@ from vla_jax.layer import DIRECTIONS
 from vla_jax.types import READOUTS, WRITE_GAINS
 
 _T, _M = TrainConfig(), ModelConfig()
-_VLA_ONLY = ("implementation", "direction", "lambda0", "write_gain", "readout")
+_VLA_ONLY = ("implementation", "direction", "lambda0", "write_gain", "readout", *GATES)
 
 _MODEL = flags.DEFINE_enum("model", "vla", sorted(MIXERS), "The token mixer.")
 _NUM_PAIRS = flags.DEFINE_integer("num_pairs", 8, "Key-value pairs.", lower_bound=1)
@@ -46,9 +46,12 @@ _IMPLEMENTATION = flags.DEFINE_enum(
     "implementation", None, IMPLEMENTATIONS, "Of --model=vla; the fastest that serves by default."
 )
 _DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of --model=vla.")
-_LAMBDA0 = flags.DEFINE_float("lambda0", _M.lambda0, "Of --model=vla.", lower_bound=1e-12)
+_LAMBDA0 = flags.DEFINE_float(
+    "lambda0", None, "Of --model=vla; 0.1, or 1 with --inverse=read.", lower_bound=1e-12
+)
 _WRITE_GAIN = flags.DEFINE_enum("write_gain", None, WRITE_GAINS, "Of --model=vla.")
 _READOUT = flags.DEFINE_enum("readout", None, READOUTS, "Of --model=vla.")
+_GATES = define_gates("--model=vla")
 _SHORT_CONV = flags.DEFINE_integer("short_conv", 0, "Of any model; 0 for none.", lower_bound=0)
 _OUTPUT_NORM = flags.DEFINE_enum(
     "output_norm", _M.output_norm, ["layer", "rms_per_head", "none"], "Of any model."
@@ -95,6 +98,7 @@ def _run() -> Run:
         readout=_READOUT.value,
         short_conv=_SHORT_CONV.value or None,
         output_norm=_OUTPUT_NORM.value,
+        **{name: flag.value for name, flag in _GATES.items()},
     )
     training = TrainConfig(
         steps=_STEPS.value,

@@ -10,6 +10,8 @@ beside what ``gzip -9`` needs for the same bytes. Interrupted or killed, the sam
     python examples/train_lm.py --model=deltanet --out_dir=runs/lm-deltanet
     python examples/train_lm.py --layers=vla,vla,softmax --out_dir=runs/lm-hybrid
 
+    python examples/train_lm.py --decay --beta --inverse=read --out_dir=runs/lm-read
+
 are the same model with other mixers, and as many parameters: the feed-forward width makes up for
 what a mixer has more or less than ``vla``. ``--preset=h200`` is a model of 30 million parameters
 for a GPU, with the bits per byte at several contexts in its result:
@@ -27,7 +29,7 @@ import sys
 from typing import Any
 
 from absl import app, flags
-from commands import append, check_arguments, directory, output, said
+from commands import GATES, append, check_arguments, define_gates, directory, output, said
 from lm import PRESETS, LanguageRun
 from model import MIXERS, ModelConfig, parameter_count, with_parameter_count
 from text import Text
@@ -83,6 +85,10 @@ _SHORT_CONV = flags.DEFINE_integer(
 )
 _DIRECTION = flags.DEFINE_enum("direction", _M.direction, DIRECTIONS, "Of vla layers.")
 _READOUT = flags.DEFINE_enum("readout", _M.readout, READOUTS, "Of vla layers.")
+_LAMBDA0 = flags.DEFINE_float(
+    "lambda0", None, "Of vla layers; 0.1, or 1 with --inverse=read.", lower_bound=1e-12
+)
+_GATES = define_gates("vla layers")
 _IMPLEMENTATION = flags.DEFINE_enum("implementation", None, IMPLEMENTATIONS, "Of vla layers.")
 _WINDOW = flags.DEFINE_integer(
     "window", 4096, "Bytes that softmax layers keep when they generate.", lower_bound=1
@@ -133,12 +139,15 @@ def _use_preset() -> None:
         flags.FLAGS["layers"].value = [_MODEL.value] * len(_LAYERS.value)
 
 
-def _model(vocab_size: int) -> ModelConfig:
+def _model() -> ModelConfig:
     layers = tuple(_LAYERS.value)
+    for name in ("lambda0", *GATES):
+        if flags.FLAGS[name].present and not any(x.startswith("vla") for x in layers):
+            raise ValueError(f"--{name} needs a layer of vla, got --layers={','.join(layers)}")
     model = ModelConfig(
         layers=layers,
         num_layers=len(layers),
-        vocab_size=vocab_size,
+        vocab_size=_M.vocab_size,
         max_length=None,
         d_model=_D_MODEL.value,
         num_heads=_NUM_HEADS.value,
@@ -146,15 +155,19 @@ def _model(vocab_size: int) -> ModelConfig:
         short_conv=_SHORT_CONV.value or None,
         direction=_DIRECTION.value,
         readout=_READOUT.value,
+        lambda0=_LAMBDA0.value,
         implementation=_IMPLEMENTATION.value,
         window=_WINDOW.value,
         ngrams=_NGRAMS.value or None,
         ngram_bits=_NGRAM_BITS.value,
         ngram_width=_NGRAM_WIDTH.value,
         dtype=None if _DTYPE.value == "float32" else _DTYPE.value,
+        **{name: flag.value for name, flag in _GATES.items()},
     )
-    if _EQUAL.value and set(layers) != {"vla"}:
-        alike = dataclasses.replace(model, layers=("vla",) * len(layers))
+    alike = dataclasses.replace(
+        model, layers=("vla",) * len(layers), decay=False, beta=False, learn_lambda0=False
+    )
+    if _EQUAL.value and model != alike:
         model = with_parameter_count(model, parameter_count(alike))
         print(
             f"{parameter_count(model):,} parameters with ffn_dim = {model.ffn_dim}, "
@@ -170,12 +183,12 @@ def _run() -> LanguageRun:
         raise ValueError(f"--contexts must be whole numbers, got {','.join(_CONTEXTS.value)}")
     if any(int(x) < 2 for x in _CONTEXTS.value):
         raise ValueError(f"--contexts must be at least 2, got {','.join(_CONTEXTS.value)}")
+    model = _model()
     directory(_OUT_DIR.value)  # before the text is read
     if _APPEND.value is not None:
         output(_APPEND.value, "append")
     task: Any = Text(_DATA.value, _SEQ_LEN.value, _PATTERN.value)
     print(task.describe(), flush=True)
-    model = _model(task.vocab_size)
     training = TrainConfig(
         steps=_STEPS.value,
         batch_size=_BATCH_SIZE.value,

@@ -375,7 +375,7 @@ class Run:
         """All that decides the outcome, as JSON data."""
         settings = {
             "task": {"name": type(self.task).__name__, **dataclasses.asdict(self.task)},
-            "model": dataclasses.asdict(self.model_config),
+            "model": self.model_config.settings(),
             "training": dataclasses.asdict(self.config),
         }
         return json.loads(json.dumps(settings))
@@ -624,7 +624,7 @@ def begin(name: str, make: Callable[[], RunT]) -> RunT:
         run = make()
     except SettingsError as error:
         sys.exit(f"{name}: {error} with --overwrite")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, NotImplementedError) as error:
         sys.exit(f"{name}: {said(error)}")
     if run.finished:
         print(f"{run.out_dir} holds the finished run; --overwrite trains it anew.")

@@ -164,6 +164,22 @@ def test_arms_differ_in_the_mixer_alone():
     assert all(other == shapes[0] for other in shapes)
 
 
+def test_gates_are_options_of_the_model():
+    gates = {"beta": True, "decay": True, "inverse": "read"}
+    sizes = {"max_length": 4, "d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
+    gated = ModelConfig("vla", **gates, **sizes)
+    assert (gated.lambda0, ModelConfig("vla", **sizes).lambda0) == (1, 0.1)
+    assert gated.settings().items() >= gates.items()
+    assert not gates.keys() & ModelConfig("vla", **sizes).settings().keys()  # as results were kept
+    layer = Model(gated, nnx.Rngs(0)).blocks[0].mixer.config
+    assert (layer.inverse, layer.beta, layer.decay, layer.lambda0) == ("read", True, True, 1)
+    assert ModelConfig(**gated.settings()) == gated
+    with pytest.raises(ValueError, match="decay needs a layer of 'vla', got softmax"):
+        ModelConfig("softmax", decay=True)
+    with pytest.raises(ValueError, match="write_gain must be None or left out"):
+        ModelConfig("vla", inverse="read", write_gain="rls")
+
+
 # --- training ----------------------------------------------------------------------------------
 
 SMALL = MQAR(num_pairs=2, vocab_size=16)
@@ -339,6 +355,8 @@ def test_held_out_data_are_not_training_data():
         ),
         (["--num_heads=3"], "d_model must be a multiple of num_heads = 3, got 128"),
         (["--model=softmax", "--lambda0=1"], "--lambda0 needs --model=vla"),
+        (["--model=gated_mesa", "--decay"], "--decay needs --model=vla, got --model=gated_mesa"),
+        (["--inverse=read", "--readout=ratio"], "readout must be 'none' or left out"),
     ],
 )
 def test_command_names_a_bad_flag(arguments, message, tmp_path):

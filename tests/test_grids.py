@@ -336,7 +336,7 @@ def test_presets_are_well_formed(module):
 def test_fair_arms_have_equally_many_parameters():
     cells = [c for c in capacity._fair() if c.setting == 16 and c.model.short_conv]
     counts = {c.arm: parameter_count(c.model) for c in cells}
-    assert len(counts) == len(arms.FAIR_ARMS) + len(arms.ABLATIONS)
+    assert len(counts) == len(arms.FAIR_ARMS + arms.ABLATIONS + arms.GATED_ARMS)
     assert max(counts.values()) - min(counts.values()) < 0.005 * counts["vla"]
 
 

@@ -48,6 +48,14 @@ MODELS = {
     "bfloat16": ModelConfig(  # the prefill that is used: chunkwise
         layers=("vla", "softmax"), **WHOLE, dtype="bfloat16", **{**SIZES, "implementation": "xla"}
     ),
+    "gates": ModelConfig(  # prefill by the solve with decay, steps by Cholesky
+        layers=("vla", "gated_mesa"),
+        inverse="read",
+        beta=True,
+        decay=True,
+        **WHOLE,
+        **{**SIZES, "implementation": "xla"},
+    ),
     "baselines": ModelConfig(num_layers=2, layers=("deltanet", "linear"), **WHOLE, **SIZES),
     "positions": ModelConfig("softmax", num_layers=1, **{**SIZES, "max_length": 16}),
 }
@@ -74,7 +82,7 @@ def setting(name, seed=0):
     return model, jnp.asarray(ids), atol
 
 
-@pytest.mark.parametrize("name", ["everything", "bfloat16", "baselines", "positions"])
+@pytest.mark.parametrize("name", ["everything", "bfloat16", "gates", "baselines", "positions"])
 def test_decoding_equals_prefill_at_every_split(name):
     model, ids, atol = setting(name)
     whole = nnx.jit(lambda m, x: m(x))(model, ids)
@@ -611,6 +619,7 @@ def test_tensorboard_is_optional(trained, folder, tmp_path, monkeypatch):
 def test_training_command(folder, tmp_path):
     arguments = f"--data={folder} --seq_len=16 --steps=2 --batch_size=2 --d_model=16 --num_heads=2"
     arguments += " --ffn_dim=16 --ngram_bits=4 --layers=vla,softmax --test_bytes=64"
+    arguments += " --decay --beta --inverse=read"
     arguments += f" --contexts=16 --append={tmp_path / 'lines'} --noprogress"
     out, _ = command("train_lm", *arguments.split(), f"--out_dir={tmp_path / 'run'}")
     assert "parameters with ffn_dim" in out
@@ -620,8 +629,12 @@ def test_training_command(folder, tmp_path):
     # Trained and scored at the same context, in one way and the other.
     found = line["bits_per_byte_at_context"]["16"]
     assert found == pytest.approx(line["bits_per_byte"], rel=1e-4)
-    wrong = start("train_lm", "--model=linear", "--layers=vla,softmax")
-    assert b"--model=linear contradicts --layers=vla,softmax" in wrong.stderr
+    assert line["settings"]["model"]["inverse"] == "read"
+    for wrong, message in (
+        ("--layers=vla,softmax", b"--model=linear contradicts --layers=vla,softmax"),
+        ("--beta", b"--beta needs a layer of vla, got --layers=linear"),
+    ):
+        assert message in start("train_lm", "--model=linear", wrong).stderr
 
 
 def test_latency_command(tmp_path):

@@ -41,6 +41,7 @@ class _Mixer:
     implementations: tuple[str, ...] = implementations.NAMES
 
 
+_MESA = ("mesa", "gated_mesa")
 _RATIO = ("linear", "identity", "published_deltanet")
 
 # The feature maps are those of the papers: elu + 1 with the ratio, SiLU and unit length without.
@@ -60,6 +61,7 @@ _MIXERS: Mapping[str, _Mixer] = {
         ("beta", "log_decay"),
     ),
     "mesa": _Mixer(baselines.mesa_net, jax.nn.silu, True, ("beta",)),
+    "gated_mesa": _Mixer(baselines.mesa_net, jax.nn.silu, True, ("beta", "log_decay")),
 }
 
 BASELINES = tuple(_MIXERS)
@@ -131,13 +133,15 @@ class BaselineAttention(_Scaffold):
 
     Gates are maps of the layer's input: ``beta = sigmoid(W x + b)``, ``log_decay =
     −exp(r) softplus(W x + b)`` with a rate ``r`` for each head, and the published ``gate =
-    sigmoid(W x + b)`` for each channel of the value. ``"mesa"`` learns ``lambda0`` from 1.
+    sigmoid(W x + b)`` for each channel of the value. ``"mesa"`` and
+    ``"gated_mesa"`` learn ``lambda0`` from 1.
 
     Args:
       kind: a name in ``BASELINES``.
       num_heads, in_features: as in ``vla_jax.layer.LayerConfig``, which documents every option.
       readout: None for the one of the kind: the ratio for ``"linear"``, ``"identity"`` and
-        ``"published_deltanet"``, none for the others. ``"mesa"`` has no other.
+        ``"published_deltanet"``, none for the others. ``"mesa"`` and ``"gated_mesa"`` have
+        no other.
       rngs: the ``params`` stream initialises the parameters.
 
     Raises:
@@ -170,8 +174,8 @@ class BaselineAttention(_Scaffold):
         options = layer.options(locals())
         validation.choice("kind", kind, BASELINES)
         self.kind = kind
-        if kind == "mesa" and readout == "ratio":
-            raise ValueError("readout must be 'none' for kind='mesa', got 'ratio'")
+        if kind in _MESA and readout == "ratio":
+            raise ValueError(f"readout must be 'none' for kind={kind!r}, got 'ratio'")
         if implementation is not None:
             if not (known := _MIXERS[kind].implementations):
                 raise ValueError(
@@ -180,7 +184,7 @@ class BaselineAttention(_Scaffold):
             validation.choice("implementation", implementation, known)
         if readout is None:
             options["readout"] = "ratio" if kind in _RATIO else "none"
-        options |= {"direction": "key", "lambda0": 1.0, "learn_lambda0": kind == "mesa"}
+        options |= {"direction": "key", "lambda0": 1.0, "learn_lambda0": kind in _MESA}
         options["feature_map"] = _MIXERS[kind].feature_map
         config = LayerConfig(**options)
         self._create(config, rngs)
@@ -231,7 +235,7 @@ class BaselineAttention(_Scaffold):
         options: dict[str, Any] = {n: self._gate(n, x) for n in mixer.gates}
         if mixer.unit_query:
             query = numerics.normalize(query.astype(self._state_dtype())).astype(query.dtype)
-        if self.kind == "mesa":
+        if self.kind in _MESA:
             options["lambda0"] = layer.lambda0_of(config, declared(self), x.dtype)
         else:
             options["readout"] = config.readout
@@ -253,7 +257,7 @@ class BaselineAttention(_Scaffold):
         core = BaselineState(
             jnp.zeros((*heads, c.head_dim, c.value_dim), dtype),
             jnp.zeros((*heads, c.head_dim), dtype) if c.readout == "ratio" else None,
-            jnp.zeros((*heads, c.head_dim, c.head_dim), dtype) if self.kind == "mesa" else None,
+            jnp.zeros((*heads, c.head_dim, c.head_dim), dtype) if self.kind in _MESA else None,
         )
         return BaselineLayerState(core, self._conv_state(batch_size))
 
