@@ -36,6 +36,17 @@ def spoil(monkeypatch, change):
     monkeypatch.setattr(ops, "vla_attention", vla_attention)
 
 
+def spoil_gates(monkeypatch):
+    """Spoils the gradient of the decay in the implementation that None chooses."""
+    right = ops.vla_attention
+
+    def vla_attention(*args, implementation, log_decay, **kwargs):
+        log_decay = log_decay if implementation == "reference" else wrong_gradient(log_decay)
+        return right(*args, implementation=implementation, log_decay=log_decay, **kwargs)
+
+    monkeypatch.setattr(ops, "vla_attention", vla_attention)
+
+
 def test_right_implementations_are_safe(capsys):
     assert selftest.main() == 0
     text = capsys.readouterr().out
@@ -53,11 +64,28 @@ def test_primitives(operation):
     assert result.worst
 
 
+@pytest.mark.parametrize("inverse", ["write", "read"])
+def test_gates(inverse, monkeypatch):
+    """They have gradients of their own, and what has no gates says so."""
+    options = {"inverse": inverse, "gates": True, "write_gain": None}
+    case = dataclasses.replace(SMALL, readout="none", **options)
+    found = selftest.run(["xla", "triton"], cases=[case])
+    assert [r.served for r in found] == [True, False]
+    assert found[0].passed
+    assert found[0].chosen
+    assert "no beta" in found[1].message
+    spoil_gates(monkeypatch)
+    (result,) = selftest.run(["xla"], cases=[case])
+    assert result.worst == "log_decay"
+    assert not result.passed
+
+
 def test_cases_cover_the_operations_and_bfloat16():
     assert {c.operation for c in ALL_CASES} == {"vla_attention", "penalty_solve", "delta_rule"}
     assert {d for c in ALL_CASES for d in c.dtypes} == {"float32", "bfloat16"}
     assert any(c.packed for c in ALL_CASES)
     assert any(not c.packed for c in ALL_CASES)
+    assert {c.inverse for c in ALL_CASES if c.gates} == {"write", "read"}
 
 
 def test_a_wrong_gradient_is_found(monkeypatch):

@@ -23,7 +23,7 @@ import numpy as np
 from vla_jax import implementations as known
 from vla_jax import numerics, ops, primitives
 from vla_jax.bundles import OPERATIONS
-from vla_jax.types import Array, VLAState
+from vla_jax.types import Array, Inverse, VLAState
 
 # Relative root mean square differences (values, gradients). float32: two orders of the same sums,
 # amplified by a condition number of some tens. bfloat16: operands of the memory's products are
@@ -41,9 +41,10 @@ class Case:
     Attributes:
       name: for the table.
       shape: B, T, Hq, H, D, E.
-      direction: "random" (length 1/√D), "key" (None, that is k̂/√D), or "unit key" (k̂ itself).
+      direction: "random" (length 1/√D), "key" (None: k̂/√D, at the read k̂), or "unit key" (k̂).
       packed: whether there are a mask, segments and an initial state.
-      write_gain, readout: as in ``vla_attention``.
+      write_gain, readout, inverse: as in ``vla_attention``.
+      gates: whether there are weights and a decay.
       operation: "vla_attention", or one of its two primitives, which some implementations do not
         use inside it.
       dtypes: of query, key, value and direction: compiling is what takes the time here, so not
@@ -54,8 +55,10 @@ class Case:
     shape: tuple[int, int, int, int, int, int]
     direction: str = "random"
     packed: bool = False
-    write_gain: str = "unit"
+    write_gain: str | None = "unit"
     readout: str = "ratio"
+    inverse: Inverse = "write"
+    gates: bool = False
     operation: str = "vla_attention"
     dtypes: tuple[str, ...] = ("float32",)
 
@@ -67,6 +70,18 @@ CASES = (
     Case("projection", (1, 129, 2, 2, 64, 64), "key", False, "projection", "none", dtypes=_HALF),
     Case("rls, packed", (1, 100, 2, 2, 16, 32), "unit key", True, "rls", "none"),
     Case("large heads", (1, 70, 1, 1, 128, 128), dtypes=_HALF),
+    Case("gates, packed", (2, 70, 4, 2, 32, 48), packed=True, gates=True),
+    Case(
+        "gates, read",
+        (2, 70, 4, 2, 32, 48),
+        "key",
+        True,
+        None,
+        "none",
+        "read",
+        True,
+        dtypes=("float32", "bfloat16"),
+    ),
     Case("penalty_solve", (2, 70, 2, 2, 32, 32), packed=True, operation="penalty_solve"),
     Case("delta_rule", (2, 70, 4, 2, 32, 48), packed=True, operation="delta_rule", dtypes=_HALF),
 )
@@ -126,6 +141,12 @@ def _draw(case: Case, dtype: str) -> tuple[dict[str, Array], dict[str, Array]]:
     inputs = {name: x.astype(dtype) for name, x in tokens.items()}
     inputs["lambda0"] = jnp.linspace(0.1, 1, heads)
     rest: dict[str, Array] = {}
+    if case.gates:
+        gate = batch, length, heads
+        inputs["beta"] = jnp.asarray(rng.random(gate), jnp.float32)
+        decay = -rng.exponential(size=gate) * rng.choice([0, 0.01, 0.1, 1], gate)
+        decay = np.where(rng.random(gate) < 0.05, -1e30, decay)  # some forget everything
+        inputs["log_decay"] = jnp.asarray(decay, jnp.float32)
     if case.packed:
         half = normal(batch, heads, dim, 2 * dim) / dim
         inputs["memory"] = normal(batch, heads, dim, value_dim)
@@ -159,6 +180,7 @@ def _apply(case: Case, implementation: str, inputs: dict[str, Any], rest: dict[s
         mask=rest.get("mask"),
         write_gain=case.write_gain,
         readout=case.readout,
+        inverse=case.inverse,
         return_state=True,
         **options,
     )
@@ -192,7 +214,8 @@ def _chosen(case: Case, inputs: dict[str, Array]) -> str:
     """What ``implementation=None`` chooses for this call."""
     arrays = inputs | {"rhs": inputs["key"], "write_key": inputs.get("direction")}
     kind: Any = next(k for k, name in OPERATIONS.items() if name == case.operation)
-    return known.choose(None, kind(*(arrays.get(name) for name in kind._fields)), None)
+    bundle = kind(*(arrays.get(name) for name in kind._fields))
+    return known.choose(None, bundle, None, case.inverse)
 
 
 def _difference(actual: Array, expected: Array) -> float:
