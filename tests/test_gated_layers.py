@@ -79,6 +79,23 @@ def test_options_of_the_read():
         LayerConfig(num_heads=2, in_features=8, decay=1)
 
 
+@pytest.mark.parametrize("inverse", ["write", "read"])
+def test_length_of_learned_directions(inverse):
+    """1/√D at the write; at the read 1, as that of the key is, beside which λ₀ counts."""
+    module, x = make(inverse=inverse, head_dim=9), draw(6)
+    inputs = layer.attention_inputs(module.config, pure(module), x, None, None, None)
+    lengths = jnp.linalg.norm(inputs[3], axis=-1)
+    np.testing.assert_allclose(lengths, {"write": 1 / 3, "read": 1}[inverse], rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"beta": True}, {"decay": True}, {"inverse": "read"}], ids=str)
+def test_triton_is_refused_when_the_layer_is_built(options):
+    (name,) = options
+    for made in (make, functools.partial(LayerConfig, num_heads=2, in_features=8)):
+        with pytest.raises(NotImplementedError, match=f"implementation='triton' has no {name}"):
+            made(implementation="triton", **options)
+
+
 def test_invariants_with_gates():
     """What the solver does not reach at a λ₀ far below the weights is said."""
     x = draw(6)

@@ -560,6 +560,31 @@ def test_derivatives_of_any_order_of_the_reference(x64):
         assert_close(x, (near[0][name] - near[1][name]) / 2e-6, 1e-5, name)
 
 
+@pytest.mark.parametrize("kind", ["plain", "write", "read"])
+def test_second_derivatives_of_steps_inside_a_scan(kind, x64):
+    """By directions and by λ₀: forward over reverse, and reverse over reverse."""
+    arrays, _ = draw(GATES[0])
+    gates = ("beta", "log_decay") if kind != "plain" else ()
+    tokens = {n: arrays[n][:1, :4] for n in ("query", "key", "value", "direction", *gates)}
+    tokens = {n: jnp.moveaxis(jnp.asarray(x), 1, 0) for n, x in tokens.items()}
+    options = {"inverse": "read" if kind == "read" else "write"}
+
+    def loss(x):
+        def step(state, token):
+            token = token | {"direction": x[0] * token["direction"]}
+            return vla_step(**token, state=state, lambda0=x[1], **options)[::-1]
+
+        state = vla_jax.init_state(1, H, D, E, dtype=jnp.float64)
+        return jnp.sum(jnp.sin(jax.lax.scan(step, state, tokens)[1]))
+
+    at, h = jnp.asarray([0.9, 0.4]), 1e-5
+    gradient = jax.jit(jax.grad(loss))
+    near = [(gradient(at + e) - gradient(at - e)) / (2 * h) for e in h * np.eye(2)]
+    assert np.abs(near).min() > 1e-3
+    for second in (jax.jacfwd(gradient), jax.jacrev(gradient)):
+        assert_close(jax.jit(second)(at), np.stack(near), 1e-6)
+
+
 def test_vmap_folds_into_the_batch():
     arrays, rest = draw(GATES[1])
     arrays, rest = cast(solve_arrays(arrays), jnp.float32), {"segment_ids": rest["segment_ids"]}

@@ -9,7 +9,7 @@ the computation are defined here, once.
                                      └── value ──────────────────┘
 
 φ is ``feature_map``, ``elu + 1`` by default; the penalty direction ``u`` is a map of the *raw* key,
-scaled to length ``1/√D``.
+scaled to length ``1/√D``, with the inverse at the read to length 1.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def attention_inputs(
             precision=config.precision,
         )
         wide = numerics.normalize(direction.astype(numerics.accumulator_dtype(key.dtype)))
-        direction = numerics.penalty_direction(wide).astype(key.dtype)
+        direction = numerics.penalty_direction(wide, config.inverse).astype(key.dtype)
     query, key = (_features(config, x, mask) for x in (query, key))
     return query, key, value, direction, cache
 

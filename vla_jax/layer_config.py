@@ -56,7 +56,8 @@ class LayerConfig:
         with ``inverse="read"`` 1.
       learn_lambda0: whether ``lambda0`` is a parameter (its logarithm, one for each key/value head,
         so it stays positive), which then starts from ``lambda0``.
-      direction: ``"learned"``, a map of the raw key, or ``"key"``, the unit key itself.
+      direction: ``"learned"``, a map of the raw key, or ``"key"``, the unit key itself; scaled to
+        length ``1/√D``, with ``inverse="read"`` to 1, beside which ``lambda0`` counts.
       write_gain, readout, inverse: as in ``vla_jax.vla_attention``.
       beta: whether each token has a learned weight ``β = sigmoid(W x + b)``, one a key/value head.
       decay: whether the state decays, ``log γ = −exp(r) softplus(W x + b)``, one a key/value head;
@@ -77,8 +78,9 @@ class LayerConfig:
       precision: of the matrix products, as in ``jax.lax``.
       kernel_init, bias_init: initialisers. A kernel with several axes is drawn as the matrix
         ``[in, out]`` that it is (``u_proj``: one matrix a head), so fans are right.
-      implementation: as in ``vla_jax.vla_attention``; ``"pallas"`` is also how ``step`` runs. It
-        has no chunks, so every other name means the same ``jax.numpy`` there.
+      implementation: as in ``vla_jax.vla_attention``; ``"triton"`` has no gates. ``"pallas"`` is
+        also how ``step`` runs. It has no chunks, so every other name means the same ``jax.numpy``
+        there.
       check_invariants: whether to assert that the unit key and the unit write direction have unit
         length or are exactly zero (``vla_jax.checks``). Costs a second solve. Under jit the
         function must be wrapped in ``chex.chexify``; without the wrapper chex refuses to trace.
@@ -87,6 +89,8 @@ class LayerConfig:
 
     Raises:
       ValueError, TypeError: naming the option that is wrong.
+      NotImplementedError: if ``implementation="triton"`` is to have gates or the inverse at the
+        read.
     """
 
     num_heads: int
@@ -154,6 +158,13 @@ class LayerConfig:
         validation.floating_dtype("param_dtype", self.param_dtype)
         if self.implementation is not None:
             validation.choice("implementation", self.implementation, implementations.NAMES)
+        if self.implementation == "triton":
+            asked = [f"{name}=True" for name in ("beta", "decay") if getattr(self, name)]
+            asked += ["inverse='read'"] if self.inverse == "read" else []
+            if asked:
+                raise NotImplementedError(
+                    f"implementation='triton' has no {' and no '.join(asked)}: leave it out"
+                )
         validation.lambda0(self.lambda0, self.num_kv_heads, jnp.float32)
         # Hashable, so that a configuration can be a static argument.
         values = np.asarray(self.lambda0, np.float64)

@@ -297,24 +297,21 @@ def unresolved(half: Array, matrix: Array, ulps: int = RESOLVED_ULPS) -> Array:
     return ~jnp.all(pivot >= ulps * float(jnp.finfo(matrix.dtype).eps), axis=-1)
 
 
-@jax.custom_jvp
-def known_inverse(matrix: Array, inverse: Array) -> Array:
-    """``inverse``, already computed, as the function of ``matrix`` that it is.
+def known_solve(matrix: Array, inverse: Array, rhs: Array) -> Array:
+    """``M⁻¹`` times each row of ``rhs [..., G, D]``, by the inverse that is known already.
 
-    Values come from ``inverse``, derivatives from ``d(M⁻¹) = −M⁻¹ dM M⁻¹``: exact, in any mode and
-    to any order, whatever was done to find it.
+    ``matrix`` and ``inverse``, ``[..., D, D]``, are symmetric. Values come from ``inverse``,
+    derivatives from the matrix, in any mode and to any order, whatever was done to find the
+    inverse: to JAX it is a linear solve. (A rule of ``jax.custom_jvp`` is lost on the second
+    derivative inside of ``jax.lax.scan``, which then is silently 0.)
     """
-    return inverse
 
+    def times(matrix, x):
+        return jnp.einsum("...ij,...gj->...gi", matrix, x, precision=jax.lax.Precision.HIGHEST)
 
-@known_inverse.defjvp
-def _known_inverse_jvp(primals, tangents):
-    matrix, inverse = primals
-    value = known_inverse(matrix, inverse)
-    tangent = jnp.einsum(
-        "...ij,...jk,...kl->...il", value, tangents[0], value, precision=jax.lax.Precision.HIGHEST
+    return jax.lax.custom_linear_solve(
+        lambda x: times(matrix, x), rhs, lambda _, x: times(inverse, x), symmetric=True
     )
-    return value, -tangent
 
 
 def regularised(penalty: Array, lambda0: Array) -> Array:
@@ -373,7 +370,9 @@ def penalty_inverses(penalty: Array, lambda0: Array) -> tuple[Array, Array]:
 
 def penalty_inverse(penalty: Array, lambda0: Array) -> Array:
     """The first of ``penalty_inverses``, with the derivatives of the inverse, in any mode."""
-    return known_inverse(regularised(penalty, lambda0), penalty_inverses(penalty, lambda0)[0])
+    inverse, _ = penalty_inverses(penalty, lambda0)
+    identity = jnp.broadcast_to(jnp.eye(inverse.shape[-1], dtype=inverse.dtype), inverse.shape)
+    return known_solve(regularised(penalty, lambda0), inverse, identity)
 
 
 def apply_write_gain(solution: Array, unit_key: Array, write_gain: str) -> Array:

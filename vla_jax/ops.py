@@ -345,8 +345,8 @@ def _plain_step(variant, inputs):
     else:
         penalty, rest = numerics.compensated_sum(before, outer, rest.astype(dtype))
     inverse, cache = _next_inverse(*jax.lax.stop_gradient((state, penalty, u, lambda0)))
-    inverse = numerics.known_inverse(numerics.regularised(penalty, lambda0), inverse)
-    solution = jnp.einsum("bhij,bhj->bhi", inverse, unit_key, precision=jax.lax.Precision.HIGHEST)
+    matrix = numerics.regularised(penalty, lambda0)
+    solution = numerics.known_solve(matrix, inverse, unit_key[:, :, None])[:, :, 0]
     out, memory, key_sum = published.write_and_read(
         variant, state, solution, grouped, key, unit_key, value
     )

@@ -5,6 +5,7 @@ A primitive takes one bundle of arrays (``bundles``) and one ``Plan`` of all tha
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from typing import Any
 
@@ -117,19 +118,34 @@ class Sizes(dict[str, int]):
             label or name, x, [self.get(axis) for axis in axes], f"[{', '.join(axes)}]"
         )
         self.update(zip(axes, x.shape, strict=True))
-        if "Hq" in axes and "H" in self:
+        if {"Hq", "H"} & set(axes) and {"Hq", "H"} <= set(self):
             validation.query_heads(self["Hq"], self["H"])
         return x
 
 
-def tokens_of(query: Any, key: Any, value: Any, sizes: Sizes) -> tuple[Array, Array, Array]:
-    """Query, key and value, checked against each other, which fixes every size.
+def tokens_of(sizes: Sizes, **arrays: Any) -> list[Any]:
+    """Arrays by name, in their order, checked against each other, which fixes every size.
+
+    None stays None.
 
     Raises:
-      TypeError, ValueError: naming the argument.
+      TypeError, ValueError: naming an argument: the one that two others contradict, or the later.
     """
-    key = sizes.check("key", key)
-    return sizes.check("query", query), key, sizes.check("value", value)
+    claims = {}
+    for name, x in arrays.items():
+        axes, shape = sizes.axes(name), getattr(x, "shape", ())
+        claims[name] = set(zip(axes, shape, strict=True)) if len(axes) == len(shape) else set()
+
+    def outvoted(name: str) -> bool:
+        others = collections.Counter(c for n, of in claims.items() if n != name for c in of)
+        settled = {axis: size for (axis, size), votes in others.items() if votes > 1}
+        return any(settled.get(axis, size) != size for axis, size in claims[name])
+
+    checked = {
+        name: None if arrays[name] is None else sizes.check(name, arrays[name])
+        for name in sorted(arrays, key=outvoted)
+    }
+    return [checked[name] for name in arrays]
 
 
 def state_of(state: Any, name: str, sizes: Sizes, dtype: DTypeLike) -> VLAState:
@@ -220,8 +236,9 @@ def delta_rule(
 ) -> tuple[Plan, Delta]:  # fmt: skip
     """The plan and arrays of ``vla_jax.delta_rule``, which lists the arguments and errors."""
     sizes = Sizes()
-    query, key, value = tokens_of(query, key, value, sizes)
-    write_key = sizes.check("write_key", write_key)
+    query, key, write_key, value = tokens_of(
+        sizes, query=query, key=key, write_key=write_key, value=value
+    )
     dtype = numerics.accumulator_dtype(*(x.dtype for x in (query, key, write_key, value)))
     bundle = Delta(
         query,
@@ -242,9 +259,9 @@ def attention(
 ) -> tuple[Plan, Attention, Array | None]:  # fmt: skip
     """The plan, arrays and mask of ``vla_jax.vla_attention``, which lists arguments and errors."""
     sizes = Sizes()
-    query, key, value = tokens_of(query, key, value, sizes)
-    if direction is not None:
-        direction = sizes.check("direction", direction)
+    query, key, value, direction = tokens_of(
+        sizes, query=query, key=key, value=value, direction=direction
+    )
     dtype = numerics.accumulator_dtype(query.dtype, key.dtype, value.dtype)
     chosen = variant(write_gain, readout, eps, inverse, dtype)
     bundle = Attention(
@@ -268,9 +285,9 @@ def step(
 ) -> tuple[Plan, Step]:  # fmt: skip
     """The plan and arrays of ``vla_jax.vla_step``, which lists the arguments and errors."""
     sizes = Sizes(time=False)
-    query, key, value = tokens_of(query, key, value, sizes)
-    if direction is not None:
-        direction = sizes.check("direction", direction)
+    query, key, value, direction = tokens_of(
+        sizes, query=query, key=key, value=value, direction=direction
+    )
     if not isinstance(state, VLAState):
         raise TypeError(
             f"state must be a VLAState, got {type(state).__name__}; init_state makes a fresh one"

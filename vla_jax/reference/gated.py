@@ -33,17 +33,9 @@ def _ungrouped(x: Array) -> Array:
 
 
 def _solve(penalty: Array, lambda0: Array, rhs: Array) -> Array:
-    """``(λ₀ I + penalty)⁻¹ rhs`` for ``[B, H, G, D]``, by Cholesky.
-
-    A linear solve to JAX, which so differentiates it to any order inside of a scan too: there, the
-    rule of ``numerics.known_inverse`` holds for the first derivative only.
-    """
-    matrix = numerics.regularised(penalty, lambda0)
+    """``(λ₀ I + penalty)⁻¹ rhs`` for ``[B, H, G, D]``, by Cholesky."""
     inverse, _ = numerics.penalty_inverses(penalty, lambda0)
-    return jax.lax.custom_linear_solve(
-        lambda x: _dot("bhij,bhgj->bhgi", matrix, x), rhs,
-        lambda _, x: _dot("bhij,bhgj->bhgi", inverse, x), symmetric=True,
-    )  # fmt: skip
+    return numerics.known_solve(numerics.regularised(penalty, lambda0), inverse, rhs)
 
 
 def _next_penalty(
