@@ -509,6 +509,49 @@ def test_split_resume_and_decode(inverse, x64):
         assert_close(getattr(state, name), getattr(last, name), 1e-12, name)
 
 
+@pytest.mark.parametrize("inverse", ["write", "read"])
+def test_a_hundred_thousand_steps(inverse):
+    """Heads that forget over 100, 300 and 10⁵ tokens; the first two have the oracle's state.
+
+    Of the third, which sums nearly all, what the recurrence sums is known in closed form.
+    """
+    count, tail, dim = 100_000, 6_000, 4
+    rng = np.random.default_rng(13)
+    shape = (count, 1, 3)
+    tokens = {
+        "query": rng.exponential(size=(*shape, dim)),
+        "key": rng.exponential(size=(*shape, dim)),
+        "value": rng.standard_normal((*shape, 2)),
+        "beta": rng.uniform(size=shape),
+        "log_decay": -rng.exponential(size=shape) / np.array([100, 300, 1e5]),
+    }
+    tokens = cast(tokens, jnp.float32)
+
+    @jax.jit
+    def run(tokens):
+        def step(state, token):
+            return vla_step(**token, direction=None, state=state, inverse=inverse)[::-1]
+
+        state, out = jax.lax.scan(step, vla_jax.init_state(1, 3, dim, 2), tokens)
+        return state, out[-1]
+
+    state, out = run(tokens)
+    wide = {n: np.asarray(x, np.float64) for n, x in tokens.items()}
+    late = {n: np.moveaxis(x[-tail:, :, :2], 0, 1) for n, x in wide.items()}
+    wanted_out, wanted, _ = oracle.attention(**late, inverse=inverse)
+    assert_close(out[:, :2], wanted_out[:, -1], 1e-3)
+    for name, x in zip(STATE, wanted, strict=True):
+        assert_close(getattr(state, name)[:, :2], x, 1e-3, name)
+    slow = {n: x[:, 0, 2] for n, x in wide.items()}
+    kept = np.exp(np.append(np.cumsum(slow["log_decay"][:0:-1])[::-1], 0)) * slow["beta"]
+    unit, _ = oracle.normalize(slow["key"])
+    u = unit if inverse == "read" else unit / 2
+    assert_close(state.penalty[0, 2], (u.T * kept) @ u, 1e-5)
+    assert_close(state.key_sum[0, 2], kept @ slow["key"], 1e-3)
+    if inverse == "read":
+        assert_close(state.memory[0, 2], (unit.T * kept) @ slow["value"], 1e-3)
+
+
 def test_a_gated_step_and_what_the_state_caches():
     """The inverse is cleared: a step without gates would trust it. The rest decays too."""
     rng = np.random.default_rng(11)
