@@ -149,8 +149,45 @@ def test_context_parallel_beside_data_parallel(x64):
     check("key", mesh_of(data=2, context=2), np.float64, tolerances.FLOAT64, batch="data")
 
 
+def check_gates(inverse, mesh):
+    """Values and gradients of every input, gates included, through the output and the state."""
+    call = draw_call("segments")
+    inputs, rest = split_call(call)
+    rng = np.random.default_rng(3)
+    shape = inputs["key"].shape[:3]
+    inputs["beta"] = rng.uniform(0, 2, shape)
+    inputs["log_decay"] = -rng.exponential(size=shape) * rng.choice([0, 0.1, 30], shape)
+    inputs["log_decay"][:, ::6] = -1e30
+
+    def apply(run, inputs):
+        state = vla_jax.VLAState(*(inputs[n] for n in STATE))
+        tokens = {n: x for n, x in inputs.items() if n not in STATE}
+        out, state = run(
+            **tokens, **rest, initial_state=state, inverse=inverse, implementation="xla",
+            return_state=True,
+        )  # fmt: skip
+        return out, tuple(getattr(state, n) for n in STATE)
+
+    parallel = functools.partial(sharding.sharded_attention, mesh=mesh, context_axis="context")
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def pulled(run, inputs, cotangents):
+        values, pullback = jax.vjp(functools.partial(apply, run), inputs)
+        return values, pullback(cotangents)[0]
+
+    values = jax.eval_shape(functools.partial(apply, vla_jax.vla_attention), inputs)
+    cotangents = jax.tree.map(lambda x: rng.standard_normal(x.shape), values)
+    actual = pulled(parallel, inputs, cotangents)
+    wanted = pulled(vla_jax.vla_attention, inputs, cotangents)
+    jax.tree.map(lambda x, y: assert_close(x, y, 1e-9), actual, wanted)
+    assert jnp.abs(actual[1]["log_decay"]).max() > 0
+
+
 def test_context_parallel_over_eight_devices():
-    """In a process of its own: the number of devices is set before JAX starts."""
+    """Without gates and with them, the inverse at the write and at the read.
+
+    In a process of its own: the number of devices is set before JAX starts.
+    """
     code = (
         "import jax, numpy as np\n"
         "import test_sharding as t, tolerances\n"
@@ -158,6 +195,8 @@ def test_context_parallel_over_eight_devices():
         "mesh = t.mesh_of(context=8)\n"
         "with jax.enable_x64(True):\n"
         "    t.check('segments', mesh, np.float64, tolerances.FLOAT64)\n"
+        "    t.check_gates('write', mesh)\n"
+        "    t.check_gates('read', mesh)\n"
     )
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -190,42 +229,6 @@ def compiled(function, *arguments):
 
 def collectives(function, *arguments):
     return compiled(function, *arguments)[0]
-
-
-@pytest.mark.parametrize("inverse", ["write", "read"])
-def test_context_parallel_with_gates(inverse, x64):
-    """Values and gradients of every input, gates included, through the output and the state."""
-    call = draw_call("segments")
-    inputs, rest = split_call(call)
-    rng = np.random.default_rng(3)
-    shape = inputs["key"].shape[:3]
-    inputs["beta"] = rng.uniform(0, 2, shape)
-    inputs["log_decay"] = -rng.exponential(size=shape) * rng.choice([0, 0.1, 30], shape)
-    inputs["log_decay"][:, ::6] = -1e30
-    mesh = mesh_of(context=4)
-
-    def apply(run, inputs):
-        state = vla_jax.VLAState(*(inputs[n] for n in STATE))
-        tokens = {n: x for n, x in inputs.items() if n not in STATE}
-        out, state = run(
-            **tokens, **rest, initial_state=state, inverse=inverse, implementation="xla",
-            return_state=True,
-        )  # fmt: skip
-        return out, tuple(getattr(state, n) for n in STATE)
-
-    parallel = functools.partial(sharding.sharded_attention, mesh=mesh, context_axis="context")
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def pulled(run, inputs, cotangents):
-        values, pullback = jax.vjp(functools.partial(apply, run), inputs)
-        return values, pullback(cotangents)[0]
-
-    values = jax.eval_shape(functools.partial(apply, vla_jax.vla_attention), inputs)
-    cotangents = jax.tree.map(lambda x: rng.standard_normal(x.shape), values)
-    actual = pulled(parallel, inputs, cotangents)
-    wanted = pulled(vla_jax.vla_attention, inputs, cotangents)
-    jax.tree.map(lambda x, y: assert_close(x, y, 1e-9), actual, wanted)
-    assert jnp.abs(actual[1]["log_decay"]).max() > 0
 
 
 def test_what_context_parallel_communicates():
