@@ -373,6 +373,35 @@ def test_mesa_is_recursive_least_squares(x64):
     assert_close(baselines.mesa_net(**inputs, lambda0=lambda0), expected, 1e-8)
 
 
+def test_what_vla_with_gates_becomes(x64):
+    """MesaNet, and with a huge λ₀ gated DeltaNet: the printed loops, the baselines, VLA's kinds."""
+    import vla_jax
+
+    inputs, _ = draw("gated_deltanet", length=19, group=1)
+    tokens = [inputs[n] for n in ("query", "key", "value")]
+    gates = {n: inputs[n] for n in ("beta", "log_decay")}
+    unit, _ = oracle.normalize(inputs["key"])
+    lambda0 = np.array([0.3, 0.7])
+    call = functools.partial(vla_jax.vla_attention, *tokens, implementation="reference")
+
+    wanted = oracle.mesa_net(
+        tokens[0], unit, tokens[2], *gates.values(), np.repeat(lambda0[:, None], 6, 1)
+    )
+    assert_close(baselines.mesa_net(*tokens, **gates, lambda0=lambda0), wanted, 1e-9)
+    assert_close(call(**gates, lambda0=lambda0, inverse="read"), wanted, 1e-9)
+
+    wanted = oracle.gated_delta_net(tokens[0], unit, tokens[2], *gates.values())
+    assert_close(baselines.gated_delta_net(*tokens, **gates), wanted, 1e-9)
+    for write_gain in ("unit", "projection"):
+        options = {"lambda0": 1e12, "readout": "none", "write_gain": write_gain}
+        assert_close(call(**gates, **options), wanted, 1e-9)
+
+    weights = {"beta": gates["beta"], "lambda0": lambda0}
+    read = call(**weights, inverse="read")
+    write = call(unit, **weights, write_gain="rls", readout="none")
+    assert_close(write, np.asarray(read), 1e-9)
+
+
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_split_anywhere_and_resume(kind, x64):
     inputs, _ = draw(kind, length=22)
