@@ -2,6 +2,7 @@
 
     python benchmarks/run.py                                  # what suits this machine
     python benchmarks/run.py --workloads=d64-T4096,d64-T16384 --dtype=bfloat16
+    python benchmarks/run.py --gates=read --peers= --name=read
     python benchmarks/run.py --workloads=d64-T4096 --lengths=1024,4096,16384 --constant_tokens
 
 Everything is compiled first, side by side. Every implementation of ours is then compared with the
@@ -48,6 +49,8 @@ flags.DEFINE_list("lengths", [], "instead of the workload's own length, these")
 flags.DEFINE_bool("constant_tokens", False, "with --lengths: shrink the batch as T grows")
 flags.DEFINE_list("implementations", None, "of ours; default: those that suit the device")
 flags.DEFINE_list("peers", None, "softmax, fla_linear, fla_delta, fla_mesa; default: what is there")
+flags.DEFINE_enum("gates", None, ["write", "read"], "ours: weights, decay and the inverse there")
+flags.DEFINE_bool("cpu_time", False, "processor time of all threads: on a CPU that others use too")
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "default: bfloat16 on a GPU")
 flags.DEFINE_integer("repeats", 5, "timed repeats, the median of which counts", lower_bound=1)
 flags.DEFINE_float("min_seconds", 0.05, "least duration of one repeat", lower_bound=0)
@@ -58,6 +61,7 @@ flags.DEFINE_string("name", None, "of the result files; default: device and dtyp
 flags.DEFINE_bool("only_plot", False, "time nothing and draw OUT/NAME.png from OUT/NAME.json")
 
 NAMES = ("query", "key", "value", "direction")
+GATES = ("beta", "log_decay")
 # Largest accepted error relative to the largest entry, values and gradients: float32 arithmetic at
 # the condition numbers of these inputs, and twice the rounding that 16-bit operands bring.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -91,25 +95,29 @@ def peer(row):
 
 def wall(call, wait):
     """Median seconds a call over the repeats; the first call compiles and is not counted."""
+    clock = time.process_time if FLAGS.cpu_time else time.perf_counter
     wait(call())
-    start = time.perf_counter()
+    start = clock()
     wait(call())
-    once = time.perf_counter() - start
+    once = clock() - start
     count = max(1, int(FLAGS.min_seconds / max(once, 1e-6)))
     times = []
     for _ in range(FLAGS.repeats):
-        start = time.perf_counter()
+        start = clock()
         for _ in range(count):
             out = call()
             if jax.default_backend() == "cpu":  # calls in flight at once would share the cores
                 wait(out)
         wait(out)
-        times.append((time.perf_counter() - start) / count)
+        times.append((clock() - start) / count)
     return statistics.median(times)
 
 
 def draw(case, dtype):
-    """Inputs on the device, made there: a fixed map of random keys gives the directions."""
+    """Inputs on the device, made there: a fixed map of random keys gives the directions.
+
+    With ``--gates`` weights up to 1 and a decay over 10 to 1000 tokens follow.
+    """
 
     @jax.jit
     def make(rng):
@@ -118,11 +126,17 @@ def draw(case, dtype):
         raw = jax.random.normal(k, (*shape, case.dim))
         mixing = jax.random.normal(u, (case.heads, case.dim, case.dim))
         direction = jnp.einsum("bthd,hde->bthe", raw, mixing)
-        direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True) * case.dim**0.5
+        direction /= jnp.linalg.norm(direction, axis=-1, keepdims=True)
+        if FLAGS.gates != "read":
+            direction /= case.dim**0.5
         query = jax.random.normal(q, (*shape[:2], case.heads * case.groups, case.dim))
         value = jax.random.normal(v, (*shape, case.value_dim))
         arrays = (vla_jax.feature_map(query), vla_jax.feature_map(raw), value, direction)
-        return tuple(x.astype(dtype) for x in arrays)
+        arrays = tuple(x.astype(dtype) for x in arrays)
+        if FLAGS.gates is None:
+            return arrays
+        beta, decay = jax.random.uniform(jax.random.fold_in(rng, 1), (2, *shape))
+        return *arrays, beta, -(10 ** (-1 - 2 * decay))
 
     return jax.block_until_ready(make(jax.random.key(0)))
 
@@ -138,14 +152,14 @@ def relative_error(actual, expected):
 def slice_of(case, dtype):
     """What one sequence and head of the workload should give: inputs, cotangent, out, gradients."""
     arrays = draw(case, dtype)
-    wide = dict(zip(NAMES, (np.asarray(x, np.float64) for x in arrays), strict=True))
-    out, state, _ = oracle.attention(**wide, lambda0=case.lambda0)
+    wide = named(np.asarray(x, np.float64) for x in arrays)
+    out, state, _ = oracle.attention(**wide, **options(case))
     # The ratio read-out fades like 1/t: weigh late tokens as much as early ones.
     cotangent = np.random.default_rng(0).standard_normal(out.shape)
     cotangent *= np.arange(1, case.length + 1)[:, None, None]
     cotangent = np.asarray(jnp.asarray(cotangent, dtype), np.float64)
     zeros = tuple(np.zeros_like(x) for x in state)
-    gradients = oracle.attention_grad(cotangent, zeros, **wide, lambda0=case.lambda0)
+    gradients = oracle.attention_grad(cotangent, zeros, **wide, **options(case))
     return arrays, cotangent, out, gradients
 
 
@@ -167,7 +181,7 @@ def check(implementation, case, dtype):
 
     found, gradients_found = run(arrays, jnp.asarray(cotangent, jnp.float32))
     late = np.arange(1, case.length + 1)[:, None, None]
-    errors = [relative_error(g, gradients[n]) for n, g in zip(NAMES, gradients_found, strict=True)]
+    errors = [relative_error(g, gradients[n]) for n, g in named(gradients_found).items()]
     return relative_error(np.asarray(found, np.float64) * late, out * late), max(errors)
 
 
@@ -193,11 +207,25 @@ def time_jax(row, compiled, arrays):
         )
 
 
+def named(arrays):
+    """What ``draw`` made, as arguments."""
+    return dict(zip(NAMES + GATES if FLAGS.gates else NAMES, arrays, strict=True))
+
+
+def options(case):
+    """The other arguments; at the read, where directions have length 1, λ₀ has its default."""
+    if FLAGS.gates == "read":
+        return {"inverse": "read", "lambda0": 1.0}
+    return {"lambda0": case.lambda0}
+
+
 def ours(implementation, case):
     """`vla_attention` of this workload."""
 
     def function(*arrays):
-        return vla_jax.vla_attention(*arrays, lambda0=case.lambda0, implementation=implementation)
+        return vla_jax.vla_attention(
+            **named(arrays), **options(case), implementation=implementation
+        )
 
     return function
 
@@ -255,11 +283,11 @@ def time_fla(row, case, arrays):
     from fla.ops.linear_attn import chunk_linear_attn
     from fla.ops.mesa_net import chunk_mesa_net
 
-    q, k, v, _ = (
+    q, k, v = (
         torch.tensor(
             np.asarray(x, np.float32), dtype=getattr(torch, row.dtype), device="cuda"
         ).requires_grad_()
-        for x in arrays
+        for x in arrays[:3]
     )
     shape = q.shape[:3]
     beta = torch.rand(shape, device="cuda", dtype=q.dtype).requires_grad_()

@@ -8,6 +8,8 @@ from typing import Any
 from model import ModelConfig, parameter_count, with_parameter_count
 from training import TrainConfig
 
+_KEY: dict[str, Any] = {"mixer": "vla", "direction": "key", "readout": "none"}
+
 # The published method and its opponents, then one option at a time, then what is exact.
 ARMS: dict[str, dict[str, Any]] = {
     "vla": {"mixer": "vla"},
@@ -25,7 +27,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "vla key projection": {"mixer": "vla", "direction": "key", "write_gain": "projection"},
     "vla key rls": {"mixer": "vla", "direction": "key", "write_gain": "rls"},
     "vla no ratio": {"mixer": "vla", "readout": "none"},
-    "vla key no ratio": {"mixer": "vla", "direction": "key", "readout": "none"},
+    "vla key no ratio": _KEY,
     "vla rms": {"mixer": "vla", "output_norm": "rms_per_head"},
     "vla no ratio rms": {"mixer": "vla", "readout": "none", "output_norm": "rms_per_head"},
     "vla key no ratio rms": {
@@ -40,16 +42,11 @@ ARMS: dict[str, dict[str, Any]] = {
         "output_norm": "rms_per_head",
     },
     "vla key silu no ratio": {"mixer": "vla_silu", "direction": "key", "readout": "none"},
-    **{
-        f"vla {name}": {"mixer": "vla", "direction": "key", "readout": "none", **gates}
-        for name, gates in {
-            "beta": {"beta": True},
-            "decay": {"decay": True},
-            "gated": {"beta": True, "decay": True},
-            "gated read": {"beta": True, "decay": True, "inverse": "read"},
-            "read": {"inverse": "read"},
-        }.items()
-    },
+    "vla beta": _KEY | {"beta": True},
+    "vla decay": _KEY | {"decay": True},
+    "vla gated": _KEY | {"beta": True, "decay": True},
+    "vla gated read": _KEY | {"beta": True, "decay": True, "inverse": "read"},
+    "vla read": _KEY | {"inverse": "read"},
     "gated_mesa": {"mixer": "gated_mesa"},
 }
 

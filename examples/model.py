@@ -158,8 +158,10 @@ _VLA: dict[str, dict[str, Any]] = {
     # The features of the delta rules without a ratio, to tell what they do from the penalty.
     "vla_silu": {"feature_map": jax.nn.silu, "readout": "none"},
 }
-_VLA_OPTIONS = ("implementation", "direction", "lambda0", "learn_lambda0")
-_VLA_OPTIONS += ("inverse", "beta", "decay", "write_gain", "readout")
+_VLA_OPTIONS = (
+    "implementation", "direction", "lambda0", "learn_lambda0", "inverse", "beta", "decay",
+    "write_gain", "readout",
+)  # fmt: skip
 
 
 def _vla_options(mixer: str, config: ModelConfig) -> dict[str, Any]:
