@@ -1,5 +1,6 @@
 """Sampling and the decoding loop, on a model small enough to know the answer."""
 
+import functools
 import gc
 import itertools
 import resource
@@ -93,16 +94,26 @@ def project(tables, ids):
     return vla_jax.feature_map(query), vla_jax.feature_map(key), value
 
 
-def read(tables, ids, mask):
+def gates(tables, ids, inverse):
+    """Weights and a decay for each token, where an inverse is named."""
+    if inverse is None:
+        return {}
+    weight, decay = (table[ids][..., :1] for table in tables[:2])
+    beta, log_decay = jax.nn.sigmoid(weight), -jax.nn.softplus(decay)
+    return {"beta": beta, "log_decay": log_decay, "inverse": inverse}
+
+
+def read(tables, ids, mask, inverse=None):
     out, state = vla_jax.vla_attention(
-        *project(tables, ids), mask=mask, return_state=True, implementation="reference"
-    )
+        *project(tables, ids), **gates(tables, ids, inverse), mask=mask, return_state=True,
+        implementation="reference",
+    )  # fmt: skip
     return out[:, :, 0] @ tables[2].T * 4, {"vla": state, "last": ids[:, -1]}
 
 
-def step(tables, token, state):
-    query, key, value = project(tables, token)
-    out, vla = vla_jax.vla_step(query, key, value, None, state["vla"])
+def step(tables, token, state, inverse=None):
+    tokens = *project(tables, token), None
+    out, vla = vla_jax.vla_step(*tokens, state["vla"], **gates(tables, token, inverse))
     return out[:, 0] @ tables[2].T * 4, {"vla": vla, "last": token}
 
 
@@ -111,21 +122,24 @@ PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 0]]
 KEY = jax.random.key(5)
 
 
-def by_hand(prompt, count):
+def by_hand(prompt, count, inverse):
     """Greedy decoding that reads everything anew for each token, without padding."""
-    ids = list(prompt)
+    ids, anew = list(prompt), jax.jit(read, static_argnames="inverse")
     for _ in range(count):  # one length, so one compilation: the end is masked
         padded = jnp.asarray([ids + [0] * (16 - len(ids))])
-        logits, _ = jax.jit(read)(TABLES, padded, jnp.arange(16)[None] < len(ids))
+        logits, _ = anew(TABLES, padded, jnp.arange(16)[None] < len(ids), inverse=inverse)
         ids.append(int(jnp.argmax(logits[0, len(ids) - 1])))
     return ids[len(prompt) :]
 
 
-def test_greedy_decoding_of_prompts_of_different_lengths():
-    result = generate(*MODEL, *left_pad(PROMPTS), max_new=9, temperature=0)
+@pytest.mark.parametrize("inverse", [None, "write", "read"])
+def test_greedy_decoding_of_prompts_of_different_lengths(inverse):
+    """Without gates and with them."""
+    model = (Partial(functools.partial(f, inverse=inverse), TABLES) for f in (read, step))
+    result = generate(*model, *left_pad(PROMPTS), max_new=9, temperature=0)
     np.testing.assert_array_equal(result.lengths, [9] * 3)
     for row, prompt in zip(np.asarray(result.tokens), PROMPTS, strict=True):
-        assert row.tolist() == by_hand(prompt, 9)
+        assert row.tolist() == by_hand(prompt, 9, inverse)
     assert not result.done.any()
 
 
