@@ -43,12 +43,13 @@ class Case:
       shape: B, T, Hq, H, D, E.
       direction: "random" (length 1/√D), "key" (None: k̂/√D, at the read k̂), or "unit key" (k̂).
       packed: whether there are a mask, segments and an initial state.
-      write_gain, readout, inverse: as in ``vla_attention``.
-      gates: whether there are weights and a decay.
+      write_gain, readout: as in ``vla_attention``.
       operation: "vla_attention", or one of its two primitives, which some implementations do not
         use inside it.
       dtypes: of query, key, value and direction: compiling is what takes the time here, so not
         every case is run in both.
+      inverse: as in ``vla_attention``.
+      gates: whether there are weights and a decay.
     """
 
     name: str
@@ -57,10 +58,10 @@ class Case:
     packed: bool = False
     write_gain: str | None = "unit"
     readout: str = "ratio"
-    inverse: Inverse = "write"
-    gates: bool = False
     operation: str = "vla_attention"
     dtypes: tuple[str, ...] = ("float32",)
+    inverse: Inverse = "write"
+    gates: bool = False
 
 
 _HALF = ("bfloat16",)
@@ -78,10 +79,10 @@ CASES = (
         True,
         None,
         "none",
-        "read",
-        True,
         dtypes=("float32", "bfloat16"),
-    ),
+        inverse="read",
+        gates=True,
+    ),  # fmt: skip
     Case("penalty_solve", (2, 70, 2, 2, 32, 32), packed=True, operation="penalty_solve"),
     Case("delta_rule", (2, 70, 4, 2, 32, 48), packed=True, operation="delta_rule", dtypes=_HALF),
 )
