@@ -82,7 +82,7 @@ CASES = (
         dtypes=("float32", "bfloat16"),
         inverse="read",
         gates=True,
-    ),  # fmt: skip
+    ),
     Case("penalty_solve", (2, 70, 2, 2, 32, 32), packed=True, operation="penalty_solve"),
     Case("delta_rule", (2, 70, 4, 2, 32, 48), packed=True, operation="delta_rule", dtypes=_HALF),
 )
