@@ -127,8 +127,7 @@ class _Tokens:
 def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _Tokens:
     sizes = planning.Sizes()
     query, key, value = planning.tokens_of(query, key, value, sizes)
-    segment_ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
-    mask = validation.mask(mask, sizes["B"], sizes["T"])
+    segment_ids, mask = validation.segments(segment_ids, mask, sizes["B"], sizes["T"])
     query, key, value, segment_ids, mask = numerics.varying_alike(
         (query, key, value, segment_ids, mask)
     )

@@ -291,8 +291,7 @@ def state_norm(
     key, value = sizes.check("key", key), sizes.check("value", value)
     if direction is not None:
         direction = sizes.check("direction", direction)
-    segment_ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
-    mask = validation.mask(mask, sizes["B"], sizes["T"])
+    segment_ids, mask = validation.segments(segment_ids, mask, sizes["B"], sizes["T"])
     dtype = numerics.accumulator_dtype(key.dtype, value.dtype)
     chosen = planning.variant(write_gain, None, 1e-6, "write", dtype)
     state = planning.initial_fields(initial_state, sizes, dtype)

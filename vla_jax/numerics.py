@@ -107,6 +107,24 @@ def masked(x: Array, mask: Array | None) -> Array:
     return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
 
 
+def ids_of_present(ids: Array, mask: Array, axis_name: str | None = None) -> Array:
+    """``ids [B, T]``, those of masked tokens replaced, so that what was given there never counts.
+
+    An absent token has the id of the last present one before it, before the first of a row that of
+    the first: a segment without present tokens is none. With ``axis_name`` the tokens are a
+    device's part of the row.
+    """
+    limits = jnp.iinfo(ids.dtype)
+    first = jnp.min(jnp.where(mask, ids, limits.max), axis=1, keepdims=True)
+    known = jnp.where(mask, ids, limits.min)
+    if axis_name is not None:
+        last = jax.lax.all_gather(jnp.max(known, axis=1, keepdims=True), axis_name)  # [P, B, 1]
+        earlier = jnp.arange(last.shape[0]) < jax.lax.axis_index(axis_name)
+        before = jnp.max(jnp.where(earlier[:, None, None], last, limits.min), axis=0)
+        first = jnp.maximum(jax.lax.pmin(first, axis_name), before)
+    return jnp.where(mask, ids, jnp.maximum(jax.lax.cummax(known, axis=1), first))
+
+
 def compose(earlier: Any, later: Any, dot: Callable[..., Array]) -> tuple[Array, Array]:
     """Equation (15): the affine map ``S ↦ F S + G`` of ``earlier``, then ``later``, as one.
 

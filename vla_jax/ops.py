@@ -128,8 +128,9 @@ def vla_attention(
         which tokens have not converged.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
-        id changes, at a masked token too: padding at the end takes the id before it, or the state
-        returned is that of a segment without tokens. Under ``jit`` the order is not checked.
+        id changes. Those of masked tokens do not count, whatever they are: such a token belongs to
+        the segment of the last token before it that is not masked, and before the first one to the
+        first one's. Under ``jit`` the order is not checked.
       mask: ``[B, T]`` booleans, False for padding: the token writes nothing and its output is 0.
       write_gain: the scale of the write key: ``"unit"`` α / ‖α‖, ``"projection"`` α / (α·k̂), which
         stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂. None
