@@ -291,6 +291,7 @@ def _check_invariants(config: LayerConfig, inputs: Attention, mask: Array | None
         checks.assert_converged(diagnostics.solve_report(**problem).residual)
 
 
+@numerics.broadcasts
 def apply(
     config: LayerConfig,
     params: Parameters,
@@ -371,6 +372,7 @@ def apply(
     return (out, LayerState(vla, conv)) if return_state else out
 
 
+@numerics.broadcasts
 def step(
     config: LayerConfig, params: Parameters, x_t: Array, state: LayerState
 ) -> tuple[Array, LayerState]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from vla_jax.types import Array, DTypeLike, PrecisionLike
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Decoding compares the carried inverse with the penalty after this many rank-one updates, and
 # derives it afresh where that fits better. Rarely enough that the factorisation costs nothing that
@@ -23,6 +25,20 @@ REDERIVE_EVERY = 4096
 # 10⁵ tokens still leave 500.
 RESOLVED_ULPS = 1024
 NOISE_ULPS = 128
+
+
+def broadcasts(function: _Function) -> _Function:
+    """``function``, in which missing leading axes are meant whatever ``jax_numpy_rank_promotion``.
+
+    For public functions, and for derivative rules: JAX traces those later, on their own.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return cast(_Function, wrapped)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -38,6 +54,7 @@ def normalize(x: Array, axis: int = -1) -> Array:
 
 
 @normalize.defjvp
+@broadcasts
 def _normalize_jvp(axis, primals, tangents):
     # In terms of the result, which everybody keeps anyway, and scaled as there. The barrier keeps
     # XLA from storing the two factors, one number a vector, for every entry.
@@ -326,6 +343,7 @@ def known_inverse(matrix: Array, inverse: Array) -> Array:
 
 
 @known_inverse.defjvp
+@broadcasts
 def _known_inverse_jvp(primals, tangents):
     matrix, inverse = primals
     value = known_inverse(matrix, inverse)

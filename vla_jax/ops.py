@@ -265,6 +265,7 @@ def uses_gates(plan: Plan, inputs: Attention | Step) -> bool:
 # --- decoding ----------------------------------------------------------------------------------
 
 
+@numerics.broadcasts
 def vla_step(
     query: Array,
     key: Array,
@@ -326,7 +327,7 @@ def _step(plan, inputs):
 
     # The kernel is the value; every derivative is that of the same step in jax.numpy.
     step = jax.custom_jvp(functools.partial(primitives.run, plan))
-    step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    step.defjvp(numerics.broadcasts(lambda xs, tangents: jax.jvp(plain, xs, tangents)))
     return step(inputs)
 
 

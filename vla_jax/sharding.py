@@ -305,6 +305,7 @@ def _beside(*arrays: Array) -> Array:
     return jnp.concatenate(arrays, axis=-1)
 
 
+@numerics.broadcasts
 def sharded_attention(
     query: Array,
     key: Array,
