@@ -71,6 +71,7 @@ INTERPRETED = {
 CODE = {
     *("implementation", "fast_implementation", "kind", "mixer", "function", "module", "operation"),
     *("name", "call", "transform", "how", "dtype", "inverse", "wrap", "mesh", "killed"),
+    *("mode", "use"),
 }
 
 hypothesis.settings.register_profile(
