@@ -1,4 +1,4 @@
-"""JAX's strict modes over a part of the public surface: the uses of ``test_smoke`` within each of them.
+"""JAX's strict modes over a part of the public surface: uses of ``test_smoke`` in each.
 
 The budget of this file is 90 s of CPU time a Python. Modes that allow it are therefore set
 together, and only uses that run the mode's part of the library are named.
