@@ -1,6 +1,7 @@
 # make mqar    trains the main example; ARGS="--num_pairs=16" passes flags on
 # make lm      trains a byte-level language model and lets it write; ARGS="--model=deltanet"
 # make test    runs the tests;          ARGS="-k attention" likewise
+# make smoke   runs one test of every public function and layer, in two minutes
 # make lint    checks style and types
 # make bench   runs the benchmarks
 #
@@ -21,7 +22,7 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar lm test lint bench clean
+.PHONY: mqar lm test smoke lint bench clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
@@ -31,7 +32,10 @@ lm: $(call stamp,examples)
 	$(python) examples/generate.py --run=$(LM_DIR)
 
 test: $(call stamp,test)
-	$(python) -m pytest -n $(WORKERS) $(ARGS)
+	$(python) -m pytest -n $(WORKERS) --dist=worksteal $(ARGS)
+
+smoke: $(call stamp,test)
+	$(python) -m pytest -n $(WORKERS) tests/test_smoke.py $(ARGS)
 
 lint: $(call stamp,lint)
 	$(python) -m ruff format --check .

@@ -64,8 +64,8 @@ class NGrams(nnx.Module):
     ) -> tuple[jax.Array, jax.Array]:
         """``ids``, ``mask`` and ``segment_ids [B, T]`` to ``([B, T, features], history)``.
 
-        An absent token is in no string; no string goes over the border of a segment, and the
-        given history belongs to the first one.
+        An absent token is in no string, and its segment does not count; no string goes over the
+        border of a segment, and the given history belongs to the first one.
         """
         batch, length = ids.shape
         past = self.longest - 1
@@ -80,7 +80,7 @@ class NGrams(nnx.Module):
             together = lambda x: jnp.zeros_like(x).at[row, slot].set(x, mode="drop")  # noqa: E731
             tokens, owners = together(ids), together(segments)
         tokens = jnp.concatenate([history, tokens], axis=1)
-        first = jnp.broadcast_to(segments[:, :1], history.shape)
+        first = jnp.broadcast_to(owners[:, :1], history.shape)  # that of the first present token
         owners = jnp.concatenate([first, owners], axis=1)
 
         def back(number, place):  # the token so many places earlier
@@ -92,7 +92,8 @@ class NGrams(nnx.Module):
         strings = jnp.stack([ids, *(back(n, place) for n in range(1, self.longest))], axis=-1)
         last = place[:, -1:] + 1 - jnp.arange(past, 0, -1)
         kept = jnp.take_along_axis(tokens, last, axis=1)
-        here = jnp.take_along_axis(owners, last, axis=1) == segments[:, -1:]
+        here = jnp.take_along_axis(owners, last, axis=1)
+        here = here == jnp.take_along_axis(owners, place[:, -1:], axis=1)
         return self._embed(strings), jnp.where(here, kept, ABSENT)
 
     def step(self, token: jax.Array, history: jax.Array) -> tuple[jax.Array, jax.Array]:

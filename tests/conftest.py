@@ -9,6 +9,7 @@ import tempfile
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxlib
 import pytest
 import tolerances
 from support import Precision
@@ -16,13 +17,21 @@ from support import Precision
 from vla_jax import bundles, implementations
 from vla_jax.pallas import common
 
-# No backend exists yet, so both take effect. JAX_PLATFORMS=cuda runs the suite on a GPU.
+# No backend exists yet, so all take effect. JAX_PLATFORMS=cuda runs the suite on a GPU.
 if os.environ.get("JAX_PLATFORMS", "cpu") == "cpu":
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4)
+    # Optimising takes most of the time of compiling and changes no test. The environment reaches
+    # the commands that tests start too.
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" not in os.environ:
-        # LLVM's optimisation takes two thirds of the suite's time and changes no test.
+        os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
         jax.config.update("jax_disable_most_optimizations", True)
+    # Fusions through MLIR take 3 times as long to compile as those before them, which jaxlib has
+    # until 0.10; an unknown flag ends the process.
+    if "XLA_FLAGS" not in os.environ and jaxlib.version.__version_info__ < (0, 11):
+        os.environ["XLA_FLAGS"] = (
+            "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        )
 
 # What one test compiled, no other test, worker or command that a test starts compiles again.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
@@ -55,6 +64,14 @@ INTERPRETED = {
         "test_pitfall_27_the_same_call_twice": None,
         "test_pitfall_30_values_and_keys_of_different_sizes": None,
     },
+}
+
+# With --versions, what a version of Python or JAX can break: every test, and of its cases the last
+# of those that agree in the parameters which choose the code that runs. Other cases are numbers.
+CODE = {
+    *("implementation", "fast_implementation", "kind", "mixer", "function", "module", "operation"),
+    *("name", "call", "transform", "how", "dtype", "inverse", "wrap", "mesh", "killed"),
+    *("mode", "use"),
 }
 
 hypothesis.settings.register_profile(
@@ -93,6 +110,14 @@ def unserved(name, dtype, operation=bundles.Attention, gated=False):
     return None
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--versions",
+        action="store_true",
+        help="one case of each test and code path: what a version of Python or JAX can break",
+    )
+
+
 def pytest_report_header():
     """Each implementation that some tests leave out, with its own reason."""
     lines = []
@@ -120,9 +145,25 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Deselects what the interpreter takes too long for: `INTERPRETED`."""
-    if common.gpu() is not None:
-        return
+    """Deselects what the interpreter takes too long for, `INTERPRETED`, and by --versions."""
+    deselected = _not_interpreted(items) if common.gpu() is None else []
+    items[:] = [item for item in items if item not in set(deselected)]
+    if config.getoption("--versions"):
+        last = {_code_path(item): item for item in items}
+        deselected += [item for item in items if last[_code_path(item)] is not item]
+        items[:] = [item for item in items if last[_code_path(item)] is item]
+    config.hook.pytest_deselected(items=deselected)
+
+
+def _code_path(item):
+    """A test, and which of the library's code its case runs."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    chosen = [f"{n}={x}" for n, x in sorted(parameters.items()) if n in CODE]
+    return item.path, item.originalname, *chosen
+
+
+def _not_interpreted(items):
+    """The items that `INTERPRETED` leaves out."""
     deselected = []
     for item in items:
         call = getattr(item, "callspec", None)
@@ -135,8 +176,7 @@ def pytest_collection_modifyitems(config, items):
             item.module.CASES[i] for i in cases
         ]:
             deselected.append(item)
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in items if item not in set(deselected)]
+    return deselected
 
 
 @pytest.fixture(scope="module", autouse=True)

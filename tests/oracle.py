@@ -42,12 +42,19 @@ def _symmetric(x):
     return (x + np.swapaxes(x, -1, -2)) / 2
 
 
-def _restarts(segment_ids, batch, length):
-    """[T,B]: whether the state restarts just before the token. The first token never restarts."""
+def _restarts(segment_ids, batch, length, mask=None):
+    """[T,B]: whether the state restarts just before the token.
+
+    It does at a token whose segment is not that of the one before it. The first token never
+    restarts; a masked token is none, and only those that are present are compared.
+    """
     starts = np.zeros((length, batch), bool)
-    if segment_ids is not None:
-        ids = np.asarray(segment_ids)
-        starts[1:] = (ids[:, 1:] != ids[:, :-1]).T
+    for b in range(batch if segment_ids is not None else 0):
+        before = None
+        for t in range(length):
+            if mask is None or np.asarray(mask)[b, t]:
+                starts[t, b] = before is not None and segment_ids[b, t] != before
+                before = segment_ids[b, t]
     return starts
 
 
@@ -155,7 +162,7 @@ def attention(
     key_sum = _zeros((batch, heads, dim), *like) if key_sum is None else key_sum
     out = _zeros((*query.shape[:4], value.shape[-1]), *like)
     writes = _zeros(key.shape, *like)
-    for t, restart in enumerate(_restarts(segment_ids, batch, length)):
+    for t, restart in enumerate(_restarts(segment_ids, batch, length, mask)):
         decay, weight = np.exp(log_decay[:, t]), beta[:, t]
         memory, penalty, key_sum = (
             _times(decay, _cleared(x, restart)) for x in (memory, penalty, key_sum)
@@ -514,7 +521,8 @@ def attention_grad(
 
     unit_key, _ = normalize(key)
     u = _direction(direction, unit_key, read)
-    shared = {"log_decay": log_decay, "segment_ids": segment_ids}
+    segments = np.cumsum(_restarts(segment_ids, *key.shape[:2], mask), axis=0).T
+    shared = {"log_decay": log_decay, "segment_ids": segments}
     solve = {"lambda0": lambda0, "weight": beta, "initial_penalty": penalty, **shared}
     rule = {"initial_memory": memory, **shared}
     adding = {"weight": beta, "initial": key_sum, **shared}

@@ -12,6 +12,7 @@ MODULES = (
     "vla_jax.nnx",
     "vla_jax.linen",
     "vla_jax.sharding",
+    "vla_jax.packing",
     "vla_jax.serialization",
     "vla_jax.generation",
     "vla_jax.baselines",

@@ -201,7 +201,7 @@ def test_context_parallel_over_eight_devices():
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "JAX_NUM_CPU_DEVICES": "8",
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
     }
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)

@@ -216,6 +216,7 @@ class BaselineAttention(_Scaffold):
             return -jnp.exp(group["log_rate"]) * jax.nn.softplus(out)
         return jax.nn.sigmoid(out)
 
+    @numerics.broadcasts
     def __call__(
         self,
         x: Array,
@@ -261,6 +262,7 @@ class BaselineAttention(_Scaffold):
         )
         return BaselineLayerState(core, self._conv_state(batch_size))
 
+    @numerics.broadcasts
     def step(self, x_t: Array, state: BaselineLayerState) -> tuple[Array, BaselineLayerState]:
         """One token, ``x_t [B, in_features]``: ``(out [B, out_features], state)``."""
         return self._step(x_t, state)
@@ -334,6 +336,7 @@ class SoftmaxAttention(_Scaffold):
         config = LayerConfig(**options, direction="key", feature_map=_raw)
         self._create(config, rngs)
 
+    @numerics.broadcasts
     def __call__(
         self,
         x: Array,
@@ -423,6 +426,7 @@ class SoftmaxAttention(_Scaffold):
         first, count = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
         return Cache(key, value, first, count, self._conv_state(batch_size))
 
+    @numerics.broadcasts
     def step(self, x_t: Array, state: Cache) -> tuple[Array, Cache]:
         """One token, ``[B, in_features]``: ``(out, state)``."""
         return self._step(x_t, state)

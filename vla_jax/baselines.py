@@ -127,8 +127,7 @@ class _Tokens:
 def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _Tokens:
     sizes = planning.Sizes()
     query, key, value = planning.tokens_of(sizes, query=query, key=key, value=value)
-    segment_ids = validation.segment_ids(segment_ids, sizes["B"], sizes["T"])
-    mask = validation.mask(mask, sizes["B"], sizes["T"])
+    segment_ids, mask = validation.segments(segment_ids, mask, sizes["B"], sizes["T"])
     query, key, value, segment_ids, mask = numerics.varying_alike(
         (query, key, value, segment_ids, mask)
     )
@@ -163,6 +162,7 @@ def _readout(readout: Any, eps: Any, t: _Tokens) -> tuple[str, ...]:
     return ("key_sum",) if readout == "ratio" else ()
 
 
+@numerics.broadcasts
 def softmax_attention(
     query: Array,
     key: Array,
@@ -203,6 +203,7 @@ def softmax_attention(
     return out if t.present is None else jnp.where(t.present[..., None], out, 0)
 
 
+@numerics.broadcasts
 def linear_attention(
     query: Array,
     key: Array,
@@ -232,6 +233,7 @@ def linear_attention(
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
+@numerics.broadcasts
 def delta_net(
     query: Array,
     key: Array,
@@ -277,6 +279,7 @@ def identity_attention(query: Array, key: Array, value: Array, **options: Any) -
     return delta_net(query, key, value, **({"readout": "ratio"} | options))
 
 
+@numerics.broadcasts
 def mesa_net(
     query: Array,
     key: Array,
@@ -341,6 +344,7 @@ def _weighted(unit_key: Array, beta: Array | None) -> Array:
     return unit_key if beta is None else beta[..., None] * unit_key
 
 
+@numerics.broadcasts
 def gated_delta_net(
     query: Array,
     key: Array,
@@ -386,6 +390,7 @@ def gated_delta_net(
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
+@numerics.broadcasts
 def published_deltanet(
     query: Array,
     key: Array,

@@ -206,11 +206,13 @@ def causal_sum(
     return plain_sum(x, log_decay, initial, segment_ids, policy)
 
 
+@numerics.broadcasts
 def _causal_sum_forward(x, log_decay, initial, segment_ids, policy):
     sums = causal_sum(x, log_decay, initial, segment_ids, policy)
     return sums, (x, log_decay, initial, segment_ids, sums)
 
 
+@numerics.broadcasts
 def _causal_sum_backward(policy, saved, d_sums):
     x, log_decay, initial, segment_ids, sums = saved
     decay = effective(log_decay, x, segment_ids, initial.dtype)

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import validation
+from vla_jax import numerics, validation
 from vla_jax.types import Array, Arrays
 
 NO_TOKEN = -1  # what ``sample`` draws from NaN under jit
@@ -59,6 +59,7 @@ class Generation(Arrays):
     state: Any
 
 
+@numerics.broadcasts
 def sample(
     logits: Array,
     key: Array | None = None,

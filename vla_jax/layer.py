@@ -128,7 +128,12 @@ def _dense(config: LayerConfig, group: Mapping[str, Array], x: Array, num_inputs
 
 
 def checked_tokens(
-    config: LayerConfig, params: Parameters, x: Any, mask: Any, segment_ids: Any
+    config: LayerConfig,
+    params: Parameters,
+    x: Any,
+    mask: Any,
+    segment_ids: Any,
+    axis_name: str | None = None,
 ) -> tuple[Array, Array | None, Array | None]:
     """``x``, ``mask`` and ``segment_ids``, checked; ``x`` in the dtype of the computation."""
     x = validation.array("x", x, (None, None, config.in_features), "[B, T, in_features]")
@@ -137,8 +142,7 @@ def checked_tokens(
             f"implementation={config.implementation!r} needs a number for T, got {x.shape[1]}: "
             "export a symbolic T with implementation=None, 'xla' or 'reference'"
         )
-    mask = validation.mask(mask, *x.shape[:2])
-    segment_ids = validation.segment_ids(segment_ids, *x.shape[:2])
+    segment_ids, mask = validation.segments(segment_ids, mask, *x.shape[:2], axis_name)
     x = x.astype(_compute_dtype(config, params, x))
     return numerics.masked(x, mask), mask, segment_ids  # first of all: padding may hold NaN
 
@@ -287,6 +291,7 @@ def _check_invariants(config: LayerConfig, inputs: Attention, mask: Array | None
         checks.assert_converged(diagnostics.solve_report(**problem).residual)
 
 
+@numerics.broadcasts
 def apply(
     config: LayerConfig,
     params: Parameters,
@@ -307,8 +312,7 @@ def apply(
       mask: ``[B, T]`` booleans, False for padding, anywhere: such a token is absent for the
         convolution and the memory, whatever its input holds, and its output is 0.
       segment_ids: ``[B, T]`` integers that do not decrease: where the id changes, the memory and
-        the convolution start afresh. Padding at the end takes the id before it, as in
-        ``vla_attention``.
+        the convolution start afresh. Those of masked tokens do not count, as in ``vla_attention``.
       initial_state: the state to continue from; it belongs to the first segment.
       return_state: whether to return the state after the last token as well.
       axis_name: inside ``jax.shard_map``, the mesh axis over which T is sharded: ``x``, ``mask``
@@ -330,7 +334,7 @@ def apply(
                 "check_invariants=True needs axis_name=None: it checks whole sequences"
             )
         sharding.axis_size(axis_name)
-    x, mask, segment_ids = checked_tokens(config, params, x, mask, segment_ids)
+    x, mask, segment_ids = checked_tokens(config, params, x, mask, segment_ids, axis_name)
     if initial_state is None:
         state = init_state(config, x.shape[0])
     else:
@@ -368,6 +372,7 @@ def apply(
     return (out, LayerState(vla, conv)) if return_state else out
 
 
+@numerics.broadcasts
 def step(
     config: LayerConfig, params: Parameters, x_t: Array, state: LayerState
 ) -> tuple[Array, LayerState]:

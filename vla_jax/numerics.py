@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 
 from vla_jax.types import Array, DTypeLike, PrecisionLike
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 # Decoding compares the carried inverse with the penalty after this many rank-one updates, and
 # derives it afresh where that fits better. Rarely enough that the factorisation costs nothing that
@@ -23,6 +25,20 @@ REDERIVE_EVERY = 4096
 # 10⁵ tokens still leave 500.
 RESOLVED_ULPS = 1024
 NOISE_ULPS = 128
+
+
+def broadcasts(function: _Function) -> _Function:
+    """``function``, in which missing leading axes are meant whatever ``jax_numpy_rank_promotion``.
+
+    For public functions, and for derivative rules: JAX traces those later, on their own.
+    """
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return cast(_Function, wrapped)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
@@ -38,6 +54,7 @@ def normalize(x: Array, axis: int = -1) -> Array:
 
 
 @normalize.defjvp
+@broadcasts
 def _normalize_jvp(axis, primals, tangents):
     # In terms of the result, which everybody keeps anyway, and scaled as there. The barrier keeps
     # XLA from storing the two factors, one number a vector, for every entry.
@@ -105,6 +122,24 @@ def masked(x: Array, mask: Array | None) -> Array:
     if mask is None:
         return x
     return jnp.where(mask.reshape(*mask.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+def ids_of_present(ids: Array, mask: Array, axis_name: str | None = None) -> Array:
+    """``ids [B, T]``, those of masked tokens replaced, so that what was given there never counts.
+
+    An absent token has the id of the last present one before it, before the first of a row that of
+    the first: a segment without present tokens is none. With ``axis_name`` the tokens are a
+    device's part of the row.
+    """
+    limits = jnp.iinfo(ids.dtype)
+    first = jnp.min(jnp.where(mask, ids, limits.max), axis=1, keepdims=True)
+    known = jnp.where(mask, ids, limits.min)
+    if axis_name is not None:
+        last = jax.lax.all_gather(jnp.max(known, axis=1, keepdims=True), axis_name)  # [P, B, 1]
+        earlier = jnp.arange(last.shape[0]) < jax.lax.axis_index(axis_name)
+        before = jnp.max(jnp.where(earlier[:, None, None], last, limits.min), axis=0)
+        first = jnp.maximum(jax.lax.pmin(first, axis_name), before)
+    return jnp.where(mask, ids, jnp.maximum(jax.lax.cummax(known, axis=1), first))
 
 
 def compose(earlier: Any, later: Any, dot: Callable[..., Array]) -> tuple[Array, Array]:

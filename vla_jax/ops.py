@@ -128,8 +128,9 @@ def vla_attention(
         which tokens have not converged.
       initial_state: the state to continue from; it belongs to the first segment.
       segment_ids: ``[B, T]`` integers that do not decrease: the state restarts from zero where the
-        id changes, at a masked token too: padding at the end takes the id before it, or the state
-        returned is that of a segment without tokens. Under ``jit`` the order is not checked.
+        id changes. Those of masked tokens do not count, whatever they are: such a token belongs to
+        the segment of the last token before it that is not masked, and before the first one to the
+        first one's. Under ``jit`` the order is not checked.
       mask: ``[B, T]`` booleans, False for padding: the token writes nothing and its output is 0.
       write_gain: the scale of the write key: ``"unit"`` α / ‖α‖, ``"projection"`` α / (α·k̂), which
         stores exactly, ``"rls"`` α itself: recursive least squares when ``direction`` is k̂. None
@@ -264,6 +265,7 @@ def uses_gates(plan: Plan, inputs: Attention | Step) -> bool:
 # --- decoding ----------------------------------------------------------------------------------
 
 
+@numerics.broadcasts
 def vla_step(
     query: Array,
     key: Array,
@@ -325,7 +327,7 @@ def _step(plan, inputs):
 
     # The kernel is the value; every derivative is that of the same step in jax.numpy.
     step = jax.custom_jvp(functools.partial(primitives.run, plan))
-    step.defjvp(lambda primals, tangents: jax.jvp(plain, primals, tangents))
+    step.defjvp(numerics.broadcasts(lambda xs, tangents: jax.jvp(plain, xs, tangents)))
     return step(inputs)
 
 

@@ -223,7 +223,7 @@ def penalty_solve(
         direction,
         validation.lambda0(lambda0, sizes["H"], dtype),
         initial("penalty", initial_penalty, sizes, dtype),
-        validation.segment_ids(segment_ids, sizes["B"], sizes["T"]),
+        validation.segments(segment_ids, None, sizes["B"], sizes["T"])[0],
         gate("weight", weight, sizes),
         gate("log_decay", log_decay, sizes),
     )
@@ -246,7 +246,7 @@ def delta_rule(
         write_key,
         value,
         initial("memory", initial_memory, sizes, dtype),
-        validation.segment_ids(segment_ids, sizes["B"], sizes["T"]),
+        validation.segments(segment_ids, None, sizes["B"], sizes["T"])[0],
         gate("log_decay", log_decay, sizes),
     )
     return make(bundle, **options), bundle
@@ -255,7 +255,7 @@ def delta_rule(
 def attention(
     query: Any, key: Any, value: Any, direction: Any, *, beta: Any, log_decay: Any, inverse: Any,
     lambda0: Any, initial_state: Any, segment_ids: Any, mask: Any, write_gain: Any, readout: Any,
-    eps: Any, **options: Any,
+    eps: Any, axis_name: str | None = None, **options: Any,
 ) -> tuple[Plan, Attention, Array | None]:  # fmt: skip
     """The plan, arrays and mask of ``vla_jax.vla_attention``, which lists arguments and errors."""
     sizes = Sizes()
@@ -264,6 +264,7 @@ def attention(
     )
     dtype = numerics.accumulator_dtype(query.dtype, key.dtype, value.dtype)
     chosen = variant(write_gain, readout, eps, inverse, dtype)
+    segment_ids, mask = validation.segments(segment_ids, mask, sizes["B"], sizes["T"], axis_name)
     bundle = Attention(
         query,
         key,
@@ -271,11 +272,10 @@ def attention(
         direction,
         validation.lambda0(LAMBDA0[inverse] if lambda0 is None else lambda0, sizes["H"], dtype),
         **initial_fields(initial_state, sizes, dtype),
-        segment_ids=validation.segment_ids(segment_ids, sizes["B"], sizes["T"]),
+        segment_ids=segment_ids,
         beta=gate("beta", beta, sizes),
         log_decay=gate("log_decay", log_decay, sizes),
     )
-    mask = validation.mask(mask, sizes["B"], sizes["T"])
     return make(bundle, **options, variant=chosen), bundle, mask
 
 

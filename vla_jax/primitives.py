@@ -42,6 +42,7 @@ def _differentiable(plan, inputs):
     return _forward(plan, inputs)[0]
 
 
+@numerics.broadcasts
 def _forward(plan, inputs):
     (inputs,) = _once(inputs)
     rule = implementations.module(plan.implementation).RULES[type(inputs)]
@@ -51,6 +52,7 @@ def _forward(plan, inputs):
     return outputs, (inputs, saved)
 
 
+@numerics.broadcasts
 def _backward(plan, residuals, cotangents):
     (inputs, saved), cotangents = _once(residuals, cotangents)
     rule = implementations.module(plan.implementation).RULES[type(inputs)]
@@ -85,6 +87,7 @@ def first_order_only(function):
     """Gives ``function`` the error for forward-mode differentiation that names the remedy."""
 
     @functools.wraps(function)
+    @numerics.broadcasts
     def wrapped(*args, **kwargs):
         try:
             return function(*args, **kwargs)

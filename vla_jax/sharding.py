@@ -221,6 +221,7 @@ def context_parallel_attention(
         initial_state=initial_state, inverse=inverse,
         segment_ids=segment_ids, mask=mask, write_gain=write_gain, readout=readout, eps=eps,
         chunk_size=chunk_size, implementation=implementation, precision=precision,
+        axis_name=axis_name,
     )  # fmt: skip
     out, state = _attention(plan, axis_name, return_state, inputs, mask)
     return (out, state) if return_state else out
@@ -304,6 +305,7 @@ def _beside(*arrays: Array) -> Array:
     return jnp.concatenate(arrays, axis=-1)
 
 
+@numerics.broadcasts
 def sharded_attention(
     query: Array,
     key: Array,

@@ -192,32 +192,52 @@ def instance(name: str, value: Any, kind: type) -> None:
         raise TypeError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
 
 
-def segment_ids(ids: Any, batch: int, length: int) -> Array | None:
-    """``segment_ids`` as int32 ``[B, T]``; that they do not decrease is checked where concrete."""
+def segments(
+    ids: Any, given_mask: Any, batch: int, length: int, axis_name: str | None = None
+) -> tuple[Array | None, Array | None]:
+    """``segment_ids`` as int32 and ``mask`` as booleans, ``[B, T]`` both; None stays so.
+
+    That ids do not decrease is checked where they are concrete, and of tokens that are present
+    alone: an absent one takes the id of the last present token before it (the first of a row that
+    of the first present one), whatever was given. ``axis_name`` as in ``numerics.ids_of_present``.
+
+    Raises:
+      TypeError, ValueError: naming the argument.
+    """
+    present = mask(given_mask, batch, length)
     if ids is None:
-        return None
-    if isinstance(ids, np.ndarray | jax.Array) and is_concrete(ids) and ids.size:
-        values = np.asarray(ids)  # before they are narrowed
-        if values.dtype.kind in "iu" and (values.min() < -(2**31) or values.max() >= 2**31):
-            raise ValueError(f"segment_ids must fit in int32, got {values.min()} to {values.max()}")
+        return None, present
     given, ids = ids, as_array("segment_ids", ids)
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"segment_ids must be integers, got dtype {ids.dtype}")
     check_shape("segment_ids", ids, (batch, length), "[B, T]")
-    if is_concrete(given):  # under jit too, where the array is traced
-        values = np.asarray(given)
-        drop = np.argwhere(values[:, 1:] < values[:, :-1])
-        if drop.size:
-            b, t = drop[0]
-            raise ValueError(
-                "segment_ids must not decrease along T, got "
-                f"{values[b, t]} then {values[b, t + 1]} at batch {b}, position {t + 1}"
-            )
-    return ids.astype(jnp.int32)
+    if is_concrete(given) and is_concrete(given_mask):  # under jit too
+        everywhere = np.ones(ids.shape, bool)
+        counted = everywhere if given_mask is None else np.asarray(given_mask)
+        _do_not_decrease(np.asarray(given), counted)  # before they are narrowed
+    ids = ids.astype(jnp.int32)
+    if present is not None:
+        ids = numerics.ids_of_present(ids, present, axis_name)
+    return ids, present
+
+
+def _do_not_decrease(ids: np.ndarray, present: np.ndarray) -> None:
+    found = ids[present]
+    if found.size and (found.min() < -(2**31) or found.max() >= 2**31):
+        raise ValueError(f"segment_ids must fit in int32, got {found.min()} to {found.max()}")
+    known = np.where(present, ids, np.iinfo(ids.dtype).min)
+    before = np.maximum.accumulate(known, axis=1)[:, :-1]
+    drop = np.argwhere(present[:, 1:] & (known[:, 1:] < before))
+    if drop.size:
+        b, t = drop[0]
+        raise ValueError(
+            f"segment_ids must not decrease along T, got {before[b, t]} then {known[b, t + 1]} at "
+            f"batch {b}, position {t + 1}"
+        )
 
 
 def mask(value: Any, batch: int, length: int) -> Array | None:
-    """``mask`` as booleans ``[B, T]``."""
+    """``mask`` as booleans ``[B, T]``; None stays so."""
     if value is None:
         return None
     value = as_array("mask", value)

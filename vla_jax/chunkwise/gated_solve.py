@@ -221,7 +221,7 @@ def _conjugate_gradients(
         still = going & (inner(r, r) > limit)
         z = preconditioner(r)
         p = jnp.where(still, rounded(z - inner(z, q) / safe * p), 0)
-        return i + 1, x, r, p, still, steps + active
+        return i + 1, x, r, p, still, steps + active.astype(steps.dtype)
 
     finite = jnp.isfinite(size)
     active = finite & (size > 0)
