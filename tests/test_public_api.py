@@ -11,6 +11,8 @@ MODULES = (
     "vla_jax",
     "vla_jax.nnx",
     "vla_jax.linen",
+    "vla_jax.presets",
+    "vla_jax.packing",
     "vla_jax.sharding",
     "vla_jax.serialization",
     "vla_jax.generation",
