@@ -67,6 +67,8 @@ def signature(x):
 
 def describe(name, x):
     """The lines of a function or class, with methods and properties, inherited ones too."""
+    if not callable(x):
+        return [name]
     if not inspect.isclass(x):
         return [name + signature(x)]
     lines = [f"class {name}{signature(x)}"]

@@ -36,7 +36,7 @@ from typing import Any, Final
 
 from vla_jax import validation
 
-__all__ = ["FROM_PRESET", "PRESETS", "options"]
+__all__ = ["PRESETS", "options"]
 
 _PUBLISHED = {
     "direction": "learned",
