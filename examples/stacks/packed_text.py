@@ -28,7 +28,7 @@ def batches(batch_size: int, seq_len: int, seed: int = 0) -> Iterator[dict[str, 
 
     Ids are 1, 2, … for the documents of a row and 0 for the padding behind them.
     """
-    source = grain.MapDataset.source(documents(seq_len + 1)).seed(seed).shuffle().repeat()
+    source = grain.MapDataset.source(documents(seq_len // 2)).seed(seed).shuffle().repeat()
     packed = FirstFitPackIterDataset(
         source.to_iter_dataset(),
         length_struct={"tokens": seq_len + 1},
