@@ -9,8 +9,10 @@ fourth layer softmax attention.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import time
+from typing import Any
 
 import grain
 import jax
@@ -60,12 +62,11 @@ class Block(nnx.Module):
     def __init__(self, softmax: bool, rngs: nnx.Rngs):
         width = _WIDTH.value
         self.norms = nnx.List([nnx.RMSNorm(width, dtype=DTYPE, rngs=rngs) for _ in range(2)])
-        if softmax:
-            self.attention = Softmax(_HEADS.value, width, rngs=rngs)
-        else:
-            self.attention = vla_jax.nnx.SelfAttention(
-                _HEADS.value, width, preset=_PRESET.value, dtype=DTYPE, rngs=rngs
-            )
+        preset: Any = _PRESET.value
+        attention: Any = Softmax
+        if not softmax:
+            attention = functools.partial(vla_jax.nnx.SelfAttention, preset=preset, dtype=DTYPE)
+        self.attention = attention(_HEADS.value, width, rngs=rngs)
         self.up = nnx.Linear(width, 4 * width, dtype=DTYPE, rngs=rngs)
         self.down = nnx.Linear(4 * width, width, dtype=DTYPE, rngs=rngs)
 
