@@ -11,6 +11,7 @@ VERSION = re.search(
 )[1]
 
 EXAMPLES = ["orbax-checkpoint", "tqdm", "matplotlib"]
+STACKS = ["grain", "orbax-checkpoint"]
 
 setup(
     name="vla-jax",
@@ -26,7 +27,16 @@ setup(
     extras_require={
         "examples": EXAMPLES,
         "tensorboard": ["tensorboardX"],
-        "test": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", *EXAMPLES],
+        "stacks": STACKS,
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "pytest-timeout",
+            "hypothesis",
+            "mypy",
+            *EXAMPLES,
+            *STACKS,
+        ],
         "lint": ["ruff", "mypy"],
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
