@@ -11,6 +11,8 @@ MODULES = (
     "vla_jax",
     "vla_jax.nnx",
     "vla_jax.linen",
+    "vla_jax.presets",
+    "vla_jax.packing",
     "vla_jax.sharding",
     "vla_jax.serialization",
     "vla_jax.generation",
@@ -65,6 +67,8 @@ def signature(x):
 
 def describe(name, x):
     """The lines of a function or class, with methods and properties, inherited ones too."""
+    if not callable(x):
+        return [name]
     if not inspect.isclass(x):
         return [name + signature(x)]
     lines = [f"class {name}{signature(x)}"]
