@@ -47,13 +47,32 @@ def link_to_repository(app, page, source):
     source[0] = re.sub(r"(?<!!)(\[[^\]]*\])\((\.\./[^)#\s]*)(#[^)\s]*)?\)", absolute, source[0])
 
 
-def join_names(app, what, name, obj, options, lines):
-    """A list of arguments that goes on in a second line, which napoleon takes for prose."""
+def indent(line):
+    """How far a line is indented."""
+    return len(line) - len(line.lstrip())
+
+
+def to_rst(app, what, name, obj, options, lines):
+    """What napoleon and reStructuredText would take for something else in a docstring."""
     text = "\n".join(lines)
-    lines[:] = re.sub(r"(?m)^( +(?:\w+, )*\w+,)\n +((?:\w+, )*\w+:)", r"\1 \2", text).split("\n")
+    # A list of arguments that goes on in further lines.
+    names = r"(?m)^( +(?:\w+,(?: |\n +))+\w+: )"
+    text = re.sub(names, lambda match: re.sub(r",\n +", ", ", match[0]), text)
+    # An indented paragraph is code, as in Markdown, and no quotation.
+    lines[:], code, before = [], None, ""
+    for line in text.split("\n"):
+        if line and code is not None and indent(line) < code:
+            code = None
+        starts = line and code is None and before and not lines[-1]
+        if starts and indent(line) > indent(before):
+            code = indent(line)
+            if not before.endswith("::"):
+                lines += [" " * indent(before) + "::", ""]
+        lines.append(line)
+        before = line or before
 
 
 def setup(app):
     """Called by Sphinx."""
-    app.connect("autodoc-process-docstring", join_names, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", to_rst, priority=400)  # before napoleon
     app.connect("source-read", link_to_repository)

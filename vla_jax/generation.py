@@ -1,12 +1,12 @@
 """Text from a model: sampling, and decoding in one compiled loop.
 
-Any model that reads a prompt into a state and then steps from token to token can be used::
+Any model that reads a prompt into a state and then steps from token to token can be used:
 
     prefill(ids [B, T], mask [B, T]) -> (logits [B, T, V] or [B, V], state)
     step(token [B], state) -> (logits [B, V], state)
 
 Every array of the state has the batch axis first. Wrap parameters in ``jax.tree_util.Partial``, so
-that they are arguments of the compiled loop and no constants in it::
+that they are arguments of the compiled loop and no constants in it:
 
     step = Partial(lambda params, token, state: ..., params)
     result = generate(prefill, step, *left_pad([b"def ", b"import"]), key=jax.random.key(0),

@@ -1,7 +1,7 @@
 """The attention layer as plain functions of a configuration, parameters and inputs.
 
 The Flax layers in ``nnx`` and ``linen`` are views of this module: names, shapes, initial values and
-the computation are defined here, once::
+the computation are defined here, once.
 
     x ── q_proj ──┐                  ┌── φ ── query ─────────────┐
     x ── k_proj ──┼── [short_conv] ──┼── φ ── key ───────────────┼── vla_attention ── norm ── o_proj

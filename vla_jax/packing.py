@@ -16,8 +16,6 @@ from vla_jax.types import Array
 def from_positions(segment_pos: Array) -> tuple[Array, Array]:
     """``(segment_ids, mask)`` of rows that are given by the positions of their tokens.
 
-    In use::
-
         segment_ids, mask = vla_jax.packing.from_positions(segment_pos)
         out = vla_jax.vla_attention(q, k, v, segment_ids=segment_ids, mask=mask)
 

@@ -1,7 +1,5 @@
 """States in files: save a session, load it later, on another machine or twice.
 
-In use::
-
     serialization.save("session.vla", state)
     state = serialization.load("session.vla", layer.init_state(batch_size))
 
