@@ -22,6 +22,7 @@ html_copy_source = False
 highlight_language = "none"  # of indented blocks: equations and commands
 
 myst_enable_extensions = ["dollarmath"]
+myst_fence_as_directive = ["math"]
 myst_heading_anchors = 4
 
 autodoc_member_order = "bysource"
