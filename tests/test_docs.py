@@ -5,8 +5,11 @@ import inspect
 import pathlib
 import re
 
+import numpy as np
 import pytest
 import test_public_api
+
+from benchmarks import overview
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -73,3 +76,29 @@ def test_readme_is_short():
         for cell in row.split(" | "):
             words = re.sub(r"\]\([^)]*\)", "]", cell).split()
             assert len(words) <= 12, cell
+
+
+def test_recall_that_the_pages_give_is_that_of_the_kept_rows():
+    """The arms of the README's figure: a table of the results, and three cells of the README."""
+    long, few, many = overview.recall().values()
+    rows = {
+        "softmax": "softmax",
+        "mesa": "exact ridge regression (`mesa`)",
+        "deltanet": "DeltaNet",
+        "vla no ratio rms": 'VLA, `"recall"`',
+        "vla": 'VLA, `"published"` and the convolution',
+    }
+    assert rows.keys() == overview.ARMS.keys()
+    table = (DOCS / "results.md").read_text("utf-8")
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for arm, name in rows.items():
+        cells = re.search(rf"^\| {re.escape(name)} \| (.+) \|$", table, re.MULTILINE)[1].split(
+            " | "
+        )
+        given = [float(cells[i].split()[0]) for i in (1, 2, 4)]
+        means = [np.mean(here[arm]) for here in (few, many, long)]
+        np.testing.assert_allclose(given, means, atol=5.001e-4, err_msg=arm)
+    for cell in (f"at 4,096: {np.mean(long['vla no ratio rms']):.3f}",
+                 f'`"recall"` {np.mean(many["vla no ratio rms"]):.3f}',
+                 f"{np.mean(few['vla no ratio rms']):.3f} of 16 pairs"):  # fmt: skip
+        assert cell.replace("0.", ".") in readme, cell
