@@ -12,6 +12,7 @@ VERSION = re.search(
 
 URL = "https://github.com/vla-jax/vla-jax"
 EXAMPLES = ["orbax-checkpoint", "tqdm", "matplotlib"]
+STACKS = ["grain", "orbax-checkpoint"]
 
 setup(
     name="vla-jax",
@@ -33,7 +34,16 @@ setup(
     extras_require={
         "examples": EXAMPLES,
         "tensorboard": ["tensorboardX"],
-        "test": ["pytest", "pytest-xdist", "pytest-timeout", "hypothesis", *EXAMPLES],
+        "stacks": STACKS,
+        "test": [
+            "pytest",
+            "pytest-xdist",
+            "pytest-timeout",
+            "hypothesis",
+            "mypy",
+            *EXAMPLES,
+            *STACKS,
+        ],
         "lint": ["ruff", "mypy"],
         "docs": ["sphinx", "myst-parser", "furo"],
         "cuda12": ["jax[cuda12]"],
