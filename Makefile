@@ -4,6 +4,7 @@
 # make smoke   runs one test of every public function and layer, in two minutes
 # make lint    checks style and types
 # make bench   runs the benchmarks
+# make docs    builds the documentation in build/docs, warnings as errors
 #
 # Each target first makes a virtual environment in VENV with PYTHON and installs what it needs.
 # (compat: a path, not an import hook, which a folder named vla_jax beside a script would hide.)
@@ -22,7 +23,7 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar lm test smoke lint bench clean
+.PHONY: mqar lm test smoke lint bench docs clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
@@ -44,6 +45,9 @@ lint: $(call stamp,lint)
 
 bench: $(call stamp,examples)
 	$(python) benchmarks/run.py $(ARGS)
+
+docs: $(call stamp,docs)
+	$(python) -m sphinx -W --keep-going -b html docs build/docs $(ARGS)
 
 clean:
 	rm -rf $(VENV)

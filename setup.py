@@ -10,6 +10,7 @@ VERSION = re.search(
     r'^__version__ = "(.+)"$', (ROOT / "vla_jax" / "__init__.py").read_text("utf-8"), re.MULTILINE
 )[1]
 
+URL = "https://github.com/vla-jax/vla-jax"
 EXAMPLES = ["orbax-checkpoint", "tqdm", "matplotlib"]
 STACKS = ["grain", "orbax-checkpoint"]
 
@@ -20,6 +21,12 @@ setup(
     long_description=(ROOT / "README.md").read_text("utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
+    url=URL,
+    project_urls={
+        "Documentation": f"{URL}/tree/main/docs",
+        "Changelog": f"{URL}/blob/main/CHANGELOG.md",
+        "Issues": f"{URL}/issues",
+    },
     packages=find_packages(include=["vla_jax", "vla_jax.*"]),
     package_data={"vla_jax": ["py.typed"]},
     python_requires=">=3.11",
@@ -38,6 +45,7 @@ setup(
             *STACKS,
         ],
         "lint": ["ruff", "mypy"],
+        "docs": ["sphinx", "myst-parser", "furo"],
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
         "triton": ["jax-triton==0.3.1"],  # 0.4.1 fails with jax 0.12

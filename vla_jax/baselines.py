@@ -2,19 +2,16 @@
 
 All take ``query [B, T, Hq, D]``, ``key [B, T, H, D]`` and ``value [B, T, H, E]`` (Hq a multiple of
 H), feature-mapped by the caller, with ``segment_ids`` and ``mask`` as in ``vla_attention``, and all
-but softmax, which has no state of constant size, continue from ``initial_state`` and return theirs.
+but softmax, which has no state of constant size, go on from ``initial_state`` and return theirs::
 
-======================= ============================================================= ===========
-function                recurrence (k̂ = k / ‖k‖)                                      state a head
-======================= ============================================================= ===========
-``softmax_attention``   o = Σ softmax(q·k / √D) v                                     T (D + E)
-``linear_attention``    S ← S + v kᵀ, z ← z + k, o = S q / z·q                        D E + D
-``delta_net``           S ← S + β (v − S k̂) k̂ᵀ, o = S q                              D E
-``gated_delta_net``     S ← a S + β (v − a S k̂) k̂ᵀ, o = S q                          D E
-``mesa_net``            S ← a S + β v k̂ᵀ, H ← a H + β k̂ k̂ᵀ, o = S (λ₀ I + H)⁻¹ q    D E + D²
-``published_deltanet``  S ← diag(g) S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q / z·q       D E + D
-``identity_attention``  VLA with A ≡ I: S ← S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q/z·q  D E + D
-======================= ============================================================= ===========
+    function            recurrence (k̂ = k / ‖k‖)                                      state a head
+    softmax_attention   o = Σ softmax(q·k / √D) v                                     T (D + E)
+    linear_attention    S ← S + v kᵀ, z ← z + k, o = S q / z·q                        D E + D
+    delta_net           S ← S + β (v − S k̂) k̂ᵀ, o = S q                               D E
+    gated_delta_net     S ← a S + β (v − a S k̂) k̂ᵀ, o = S q                           D E
+    mesa_net            S ← a S + β v k̂ᵀ, H ← a H + β k̂ k̂ᵀ, o = S (λ₀ I + H)⁻¹ q      D E + D²
+    published_deltanet  S ← diag(g) S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q / z·q        D E + D
+    identity_attention  VLA with A ≡ I: S ← S + (v − S k̂) k̂ᵀ, z ← z + k, o = S q/z·q  D E + D
 
 All but softmax and ``published_deltanet`` are compositions of ``penalty_solve`` and ``delta_rule``,
 and so have their implementations, chunkwise form and closed-form gradients.

@@ -248,7 +248,7 @@ def stream(
         draws that it would have made.
 
     Returns:
-      An iterator of ``Generation``s, each with the tokens since the one before; arguments are
+      An iterator of ``Generation`` values, each with the tokens since the one before; arguments are
       checked before it is returned. It ends when every sequence has met a stop token.
     """
     if max_new is not None:
