@@ -20,7 +20,7 @@ ROOMS = (
     "types files functions",
     "numerics",
     "bundles chunks validation",
-    "implementations checks decay packing",
+    "implementations checks decay meshes packing partitioning",
     "plan",
     "reference chunkwise pallas",
     "associative triton",
