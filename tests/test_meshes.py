@@ -130,11 +130,14 @@ def test_layers(ambient):
 
     gradient = jax.jit(jax.grad(loss, (0, 1)))
     expected = run(params, variables, x), gradient(params, x)
-    heads = dict(q_proj="kernel", k_proj="kernel", v_proj="kernel")
-    for group, name in heads.items():
-        param = getattr(ours, group)[name]
-        param[...] = placed(mesh, param[...], P(None, "y"))
-    _, params = nnx.split((ours, mesa, softmax))
+
+    def over_heads(path, param):
+        name = jax.tree_util.keystr(path)
+        sharded = name.startswith("[0]") and any(f"{p}_proj'" in name for p in "qkv")
+        return placed(mesh, param, P(None, "y")) if sharded and param.ndim == 3 else param
+
+    params = jax.tree_util.tree_map_with_path(over_heads, params)
+    assert sum(x.sharding.num_devices > 1 for x in jax.tree.leaves(params)) == 3
     x = placed(mesh, x, P("x"))
     with jax.set_mesh(mesh) if ambient else contextlib.nullcontext():
         found = run(params, variables, x), gradient(params, x)

@@ -172,7 +172,7 @@ def _last_segment(x: Array, segment_ids: Array | None) -> Array:
 # --- the memory --------------------------------------------------------------------------------
 
 
-def carried(plan: Plan, axis_name: str, inputs: Delta | Attention) -> Any:
+def _carry(plan: Plan, axis_name: str, inputs: Delta | Attention) -> Any:
     """The outputs of a primitive whose tokens are this device's and whose memory is the whole's.
 
     What this device does to a memory is found first; then the memory that reaches it, over the
@@ -366,11 +366,11 @@ def _attention(plan, axis_name, return_state, inputs, mask):
     reached = inputs._replace(penalty=sums[..., :-1], key_sum=sums[..., -1])
 
     if primitives.serves(plan, Attention) and not ops.uses_gates(plan, inputs):
-        out, memory, penalty, key_sum = carried(plan, axis_name, reached)
+        out, memory, penalty, key_sum = _carry(plan, axis_name, reached)
         out = out.astype(inputs.query.dtype)
     else:
         delta, penalty = ops.solved(plan, reached)
-        out, memory = carried(plan, axis_name, delta)
+        out, memory = _carry(plan, axis_name, delta)
         out, key_sum = ops.weigh(plan, reached, out)
     if not return_state:
         return out, None
