@@ -7,9 +7,12 @@ Parts, all of them by default (--parts):
 
 agreement  data parallel (jit and pmap) and context parallel against one device, values and
            gradients, float32 and bfloat16; a disagreement ends the run with status 1
+alone      the op under jit on one device of all, and in a process that sees no other
+data       the op under jit, its batch over all devices, against one: time, memory, collectives,
+           and how many of the program's calls are kernels
 scaling    training steps of a 30M-parameter model, the same batch on one device and on all
 context    one sequence over all devices against one device, forward and forward + backward: time,
-           memory, and the bytes of the program's collectives beside the formula
+           memory, errors, and the bytes of the program's collectives beside the formula
 exchange   the time of one exchange of the memory's map with the neighbour
 
 Writes --out as JSON and prints a line for each result. A time is the median over --repeats.
@@ -19,10 +22,12 @@ import argparse
 import functools
 import json
 import math
+import os
 import pathlib
 import platform
 import re
 import statistics
+import subprocess
 import sys
 import time
 
@@ -33,17 +38,18 @@ import commands  # noqa: E402
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
-from jax.sharding import AxisType, NamedSharding  # noqa: E402
+from jax.sharding import NamedSharding  # noqa: E402
 
 import vla_jax  # noqa: E402
 from vla_jax import sharding  # noqa: E402
 
-PARTS = ("agreement", "scaling", "context", "exchange")
-# Of the op on one device and inside pmap and shard_map; what jit partitions is always "xla".
+PARTS = ("agreement", "alone", "data", "scaling", "context", "exchange")
+# What None means everywhere; by name, so that a machine without the kernels says so.
 NAMED = "pallas" if jax.default_backend() == "gpu" else "xla"
 COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 # Largest difference over the largest entry. bfloat16: the rounding of 16-bit operands, twice.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+TOLERANCE = {"float32": 1e-5, "bfloat16": 5e-2}
+KERNEL = re.compile(r'custom_call_target="[^"]*(?:triton|mosaic)[^"]*"')
 
 
 def collectives(text):
@@ -70,7 +76,7 @@ def forward_bytes(devices, batch, heads, dim, value_dim):
 
 def mesh_of(name, devices):
     """All devices along one axis."""
-    return jax.make_mesh((len(devices),), (name,), axis_types=(AxisType.Auto,), devices=devices)
+    return jax.make_mesh((len(devices),), (name,), devices=devices)
 
 
 def draw(shape, dtype):
@@ -84,6 +90,11 @@ def draw(shape, dtype):
         return tuple(x.astype(dtype) for x in tokens)
 
     return jax.block_until_ready(make(jax.random.key(0)))
+
+
+def attention(*tokens):
+    """`vla_attention` as it comes: `implementation=None`."""
+    return vla_jax.vla_attention(*tokens)
 
 
 def on_one_device(*tokens):
@@ -135,7 +146,7 @@ def agreement(options, devices):
         whole = jax.device_put(tokens, NamedSharding(context, jax.P(None, "context")))
         replica = jax.pmap(with_gradient(on_one_device), devices=devices)
         ways = {
-            "data": jax.jit(with_gradient(vla_jax.vla_attention))(*data),
+            "data": jax.jit(with_gradient(attention))(*data),
             "pmap": [x.reshape(-1, *x.shape[2:]) for x in replica(*parts)],
             "context": jax.jit(with_gradient(over_context(context)))(*whole),
         }
@@ -163,6 +174,58 @@ def memory_of(compiled):
     if m is None:
         return None
     return m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
+
+
+def measured(function, arguments, repeats):
+    """Seconds, memory, collectives and the number of kernels of a program."""
+    program = jax.jit(function).lower(*arguments).compile()
+    text = program.as_text()
+    return {
+        "seconds": timed(program, arguments, repeats), "memory": memory_of(program),
+        "collectives": collectives(text), "kernels": len(KERNEL.findall(text)),
+    }  # fmt: skip
+
+
+def work(options, count):
+    """The shape of tokens for the op: so many times 65,536 of them, 16 heads of 64."""
+    return (2 * count, 32, 2, 16) if options.tiny else (16 * count, 4096, 16, 64)
+
+
+def alone(options, devices):
+    """Seconds of the op on the first device: in this process, and where it is the only one."""
+    tokens = draw(work(options, 1), "bfloat16")
+    both = lambda *x: with_gradient(attention)(*x)[1:]  # noqa: E731
+    functions = {"forward": attention, "both": both}
+    several = {n: measured(f, tokens, 4 * options.repeats) for n, f in functions.items()}
+    result = {"several": several, "visible": jax.device_count()}
+    if jax.device_count() > 1:
+        out = pathlib.Path(options.out).with_suffix(".alone.json")
+        command = [sys.executable, __file__, "--parts", "alone", "--devices=1", f"--out={out}"]
+        command += [f"--repeats={options.repeats}", *(["--tiny"] if options.tiny else [])]
+        one = {"CUDA_VISIBLE_DEVICES": "0", "JAX_NUM_CPU_DEVICES": "1"}
+        memory = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.15"}  # beside what this process has
+        environment = {n: x for n, x in os.environ.items() if n != "XLA_FLAGS"}
+        subprocess.run(command, env=environment | one | memory, check=True, capture_output=True)
+        result["one"] = json.loads(out.read_text("utf-8"))["alone"]["several"]
+        out.unlink()
+        for name in functions:
+            seconds = result["one"][name]["seconds"]
+            result[f"{name}_ratio"] = several[name]["seconds"] / seconds
+    return result
+
+
+def data(options, devices):
+    """The op over the batch: seconds, memory and collectives, on one device and on all."""
+    tokens = draw(work(options, len(devices)), "bfloat16")
+    mesh = mesh_of("data", devices)
+    placed = jax.device_put(tokens, NamedSharding(mesh, jax.P("data")))
+    both = lambda *x: with_gradient(attention)(*x)[1:]  # noqa: E731
+    result = {"shape": tokens[0].shape}
+    for name, function in (("forward", attention), ("both", both)):
+        one, several = (measured(function, x, options.repeats) for x in (tokens, placed))
+        result[name] = {"one": one, "several": several}
+        result[f"{name}_speedup"] = one["seconds"] / several["seconds"]
+    return result
 
 
 def scaling(options, devices):
@@ -218,18 +281,21 @@ def context(options, devices):
         mesh = mesh_of("context", devices)
         placed = jax.device_put(tokens, NamedSharding(mesh, jax.P(None, "context")))
         ways = (1, on_one_device, tokens), (len(devices), over_context(mesh), placed)
-        for count, attention, arguments in ways:
-            gradient = with_gradient(attention)
+        for count, function, arguments in ways:
+            gradient = with_gradient(function)
             both = lambda *x, f=gradient: f(*x)[1:]  # noqa: E731
-            for name, function in (("forward", attention), ("both", both)):
-                compiled = jax.jit(function).lower(*arguments).compile()
-                key = f"{name}_{count}"
-                row[f"{key}_seconds"] = timed(compiled, arguments, options.repeats)
-                row[f"{key}_memory"] = memory_of(compiled)
-                row[f"{key}_collectives"] = collectives(compiled.as_text())
+            for name, run in (("forward", function), ("both", both)):
+                found = measured(run, arguments, options.repeats)
+                row |= {f"{name}_{count}_{what}": x for what, x in found.items()}
+        wanted, found = (jax.jit(with_gradient(run))(*arguments) for _, run, arguments in ways)
+        row["errors"] = [relative_error(x, y) for x, y in zip(found, wanted, strict=True)]
+        del wanted, found
         for name in ("forward", "both"):
             several = row[f"{name}_{len(devices)}_seconds"]
             row[f"{name}_speedup"] = row[f"{name}_1_seconds"] / several
+            if row[f"{name}_1_memory"]:
+                several = row[f"{name}_{len(devices)}_memory"]
+                row[f"{name}_memory_ratio"] = several / row[f"{name}_1_memory"]
         results.append(row)
         del tokens, placed
     return results

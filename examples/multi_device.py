@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import NamedSharding
 
 import vla_jax
 from vla_jax.sharding import context_parallel_attention
@@ -57,9 +57,7 @@ def jit_with_sharding(tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Arr
     """Batch and heads are independent: place the inputs, and ``jit`` does the rest."""
     count = jax.device_count()
     model = 2 if count % 2 == 0 and _HEADS.value % 2 == 0 else 1
-    mesh = jax.make_mesh(
-        (count // model, model), ("data", "model"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = jax.make_mesh((count // model, model), ("data", "model"))
     placed = jax.device_put(tokens, NamedSharding(mesh, jax.P("data", None, "model")))
     return one_device(placed)
 
@@ -79,8 +77,9 @@ def pmap(tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
 
 def context_parallel(tokens: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
     """The sequence over the devices: inside ``shard_map``, by name of the mesh axis."""
-    mesh = jax.make_mesh((jax.device_count(),), ("context",), axis_types=(AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), ("context",))
     spec = jax.P(None, "context")
+    tokens = jax.device_put(tokens, NamedSharding(mesh, spec))
     attention = functools.partial(context_parallel_attention, axis_name="context")
     attention = jax.shard_map(attention, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
     return jax.jit(functools.partial(step, attention))(*tokens)

@@ -20,7 +20,7 @@ ROOMS = (
     "types files functions",
     "numerics",
     "bundles chunks validation",
-    "implementations checks decay packing presets",
+    "implementations checks decay meshes packing partitioning presets",
     "plan",
     "reference chunkwise pallas",
     "associative triton",

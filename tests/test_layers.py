@@ -565,6 +565,23 @@ def test_logical_axes_need_no_mesh():
     )
 
 
+def test_logical_axes_of_ones_own():
+    names = {"heads": "model", "kv_heads": "model", "embed": None}
+    made = make(logical_axes=names, **FULL)
+    assert made.q_proj.kernel.out_sharding == (None, "model", "head_dim")
+    assert made.k_proj.kernel.out_sharding == (None, "model", "head_dim")
+    assert hash(made.config) == hash(copy.deepcopy(made).config)
+    other = linen.VariationalLinearAttention(4, IN, logical_axes=names, **FULL)
+    boxed = jax.eval_shape(other.init, jax.random.key(0), draw(6))
+    specs = flax_linen.get_partition_spec(boxed)["params"]
+    assert specs["k_proj"]["kernel"] == jax.P(None, "model", "head_dim")
+    assert make(logical_axes={}, num_heads=4).config.logical_axes is True
+    with pytest.raises(ValueError, match="an axis in logical_axes must be one of 'embed'"):
+        make(logical_axes={"head": "model"})
+    with pytest.raises(TypeError, match=r"logical_axes\['heads'\] must be a str or None, got 1"):
+        make(logical_axes={"heads": 1})
+
+
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
 def test_logical_axes_on_a_mesh():
     x = draw(6)

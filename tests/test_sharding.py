@@ -183,6 +183,51 @@ def check_gates(inverse, mesh):
     assert jnp.abs(actual[1]["log_decay"]).max() > 0
 
 
+EIGHT = dict(batch=8, heads=8, dim=4, value_dim=2, length=16)
+
+
+def programs_of_eight():
+    """The collectives of each kind of program over eight devices: {program: {name: [bytes]}}."""
+    sizes = EIGHT
+    shape = sizes["batch"], sizes["length"], sizes["heads"]
+    rng = np.random.default_rng(4)
+    dims = sizes["dim"], sizes["dim"], sizes["value_dim"]
+    tokens = [rng.random((*shape, d), np.float32) for d in dims]
+    attention = functools.partial(vla_jax.vla_attention, implementation="xla")
+
+    def gradient(function):
+        return jax.grad(lambda tokens: jnp.sum(jnp.sin(function(*tokens))))
+
+    found = {}
+    specs = {"data": P("a"), "tensor": P(None, None, "a"), "context": P(None, "a")}
+    for name, spec in specs.items():
+        mesh = mesh_of(a=8)
+        function = attention
+        if name == "context":
+            local = functools.partial(
+                sharding.context_parallel_attention, axis_name="a", implementation="xla"
+            )
+            function = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
+        placed = jax.device_put(tokens, NamedSharding(mesh, spec))
+        found[f"{name} forward"] = collectives(lambda x, f=function: f(*x), placed)
+        found[f"{name} gradient"] = collectives(gradient(function), placed)
+    return found
+
+
+def check_programs_of_eight():
+    """What each sends, as docs/multi_device.md says."""
+    found = programs_of_eight()
+    for name in ("data", "tensor"):  # flags of a byte: whether λ₀ is resolved everywhere
+        for kind in ("forward", "gradient"):
+            assert set(found[f"{name} {kind}"]) == {"all-reduce"}
+            assert set(found[f"{name} {kind}"]["all-reduce"]) == {1}
+    sizes = (8, EIGHT["batch"], EIGHT["heads"], EIGHT["dim"], EIGHT["value_dim"])
+    forward, gradient = found["context forward"], found["context gradient"]
+    assert set(forward) == set(gradient) == {"collective-permute"}
+    assert sum(forward["collective-permute"]) == multi_device.forward_bytes(*sizes)
+    assert sum(gradient["collective-permute"]) <= 2 * multi_device.forward_bytes(*sizes)
+
+
 def test_context_parallel_over_eight_devices():
     """Without gates and with them, the inverse at the write and at the read.
 
@@ -197,6 +242,7 @@ def test_context_parallel_over_eight_devices():
         "    t.check('segments', mesh, np.float64, tolerances.FLOAT64)\n"
         "    t.check_gates('write', mesh)\n"
         "    t.check_gates('read', mesh)\n"
+        "t.check_programs_of_eight()\n"
     )
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",

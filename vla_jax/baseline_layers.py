@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from vla_jax import baselines, implementations, layer, numerics, validation
+from vla_jax import baselines, implementations, layer, meshes, numerics, validation
 from vla_jax.baselines import BaselineState
 from vla_jax.layer import LayerConfig
 from vla_jax.nnx import declare, declared
@@ -216,6 +216,7 @@ class BaselineAttention(_Scaffold):
             return -jnp.exp(group["log_rate"]) * jax.nn.softplus(out)
         return jax.nn.sigmoid(out)
 
+    @meshes.explicit("B T -")
     @numerics.broadcasts
     def __call__(
         self,
@@ -262,6 +263,7 @@ class BaselineAttention(_Scaffold):
         )
         return BaselineLayerState(core, self._conv_state(batch_size))
 
+    @meshes.explicit("B -")
     @numerics.broadcasts
     def step(self, x_t: Array, state: BaselineLayerState) -> tuple[Array, BaselineLayerState]:
         """One token, ``x_t [B, in_features]``: ``(out [B, out_features], state)``."""
@@ -336,6 +338,7 @@ class SoftmaxAttention(_Scaffold):
         config = LayerConfig(**options, direction="key", feature_map=_raw)
         self._create(config, rngs)
 
+    @meshes.explicit("B T -")
     @numerics.broadcasts
     def __call__(
         self,
@@ -426,6 +429,7 @@ class SoftmaxAttention(_Scaffold):
         first, count = (jnp.zeros(batch_size, jnp.int32) for _ in range(2))
         return Cache(key, value, first, count, self._conv_state(batch_size))
 
+    @meshes.explicit("B -")
     @numerics.broadcasts
     def step(self, x_t: Array, state: Cache) -> tuple[Array, Cache]:
         """One token, ``[B, in_features]``: ``(out, state)``."""

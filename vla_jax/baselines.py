@@ -25,8 +25,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from vla_jax import chunks, numerics, primitives, validation
+from vla_jax import chunks, meshes, numerics, primitives, validation
 from vla_jax import plan as planning
+from vla_jax.bundles import AXES
 from vla_jax.types import (
     READOUTS,
     Array,
@@ -159,6 +160,7 @@ def _readout(readout: Any, eps: Any, t: _Tokens) -> tuple[str, ...]:
     return ("key_sum",) if readout == "ratio" else ()
 
 
+@meshes.explicit(AXES["out"])
 @numerics.broadcasts
 def softmax_attention(
     query: Array,
@@ -200,6 +202,7 @@ def softmax_attention(
     return out if t.present is None else jnp.where(t.present[..., None], out, 0)
 
 
+@meshes.explicit(AXES["out"])
 @numerics.broadcasts
 def linear_attention(
     query: Array,
@@ -230,6 +233,7 @@ def linear_attention(
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
+@meshes.explicit(AXES["out"])
 @numerics.broadcasts
 def delta_net(
     query: Array,
@@ -268,6 +272,7 @@ def delta_net(
     )  # fmt: skip
 
 
+@meshes.explicit(AXES["out"])
 def identity_attention(query: Array, key: Array, value: Array, **options: Any) -> Any:
     """VLA with ``A ≡ I``: everything as published, the write direction ``α̂ = k̂``.
 
@@ -276,6 +281,7 @@ def identity_attention(query: Array, key: Array, value: Array, **options: Any) -
     return delta_net(query, key, value, **({"readout": "ratio"} | options))
 
 
+@meshes.explicit(AXES["out"])
 @numerics.broadcasts
 def mesa_net(
     query: Array,
@@ -341,6 +347,7 @@ def _weighted(unit_key: Array, beta: Array | None) -> Array:
     return unit_key if beta is None else beta[..., None] * unit_key
 
 
+@meshes.explicit(AXES["out"])
 @numerics.broadcasts
 def gated_delta_net(
     query: Array,
@@ -387,6 +394,7 @@ def gated_delta_net(
     return _finish(out, t, dataclasses.replace(state, memory=memory), readout, eps, return_state)
 
 
+@meshes.explicit(AXES["out"])
 @numerics.broadcasts
 def published_deltanet(
     query: Array,

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import numerics, primitives, validation
+from vla_jax import meshes, numerics, primitives, validation
 from vla_jax import plan as planning
 from vla_jax.chunkwise import gated_solve
 from vla_jax.chunkwise.gated_solve import Report as SolveReport
@@ -31,6 +31,7 @@ _HIGHEST = jax.lax.Precision.HIGHEST
 # --- one step: J = I − k̂ α̂ᵀ, by which S is multiplied from the right ----------------------------
 
 
+@meshes.explicit("...")
 @numerics.broadcasts
 def alignment(unit_key: Array, gain: Array) -> Array:
     """``c = k̂·α̂`` over the last axis: ``[..., D]``, ``[..., D]`` to ``[...]``.
@@ -42,6 +43,7 @@ def alignment(unit_key: Array, gain: Array) -> Array:
     return jnp.sum(unit_key * gain, axis=-1)
 
 
+@meshes.explicit("...")
 @numerics.broadcasts
 def step_jacobian_norm(unit_key: Array, gain: Array) -> Array:
     """Spectral norm of ``I − k̂ α̂ᵀ`` by singular value decomposition.
@@ -56,6 +58,7 @@ def step_jacobian_norm(unit_key: Array, gain: Array) -> Array:
     return jnp.linalg.norm(_jacobian(unit_key, gain), ord=2, axis=(-2, -1))
 
 
+@meshes.explicit("...")
 @numerics.broadcasts
 def step_jacobian_radius(unit_key: Array, gain: Array) -> Array:
     """Spectral radius of ``I − k̂ α̂ᵀ`` by its eigenvalues.
@@ -116,6 +119,7 @@ def _regularised(penalty: Array, lambda0: ArrayLike) -> Array:
     return numerics.symmetrize(penalty.astype(dtype)) + weight * jnp.eye(dim, dtype=dtype)
 
 
+@meshes.explicit("B H")
 @numerics.broadcasts
 def penalty_condition_number(penalty: Array, *, lambda0: ArrayLike = 0.1) -> Array:
     """Condition number of ``M = λ₀ I + Σ u uᵀ``, the amplification of rounding in the solve.
@@ -134,6 +138,7 @@ def penalty_condition_number(penalty: Array, *, lambda0: ArrayLike = 0.1) -> Arr
     return eigenvalues[..., -1] / eigenvalues[..., 0]
 
 
+@meshes.explicit("B H")
 @numerics.broadcasts
 def inverse_drift(inverse: Array, penalty: Array, *, lambda0: ArrayLike = 0.1) -> Array:
     """How far an inverse kept by rank-one updates has drifted from the inverse of the penalty.
@@ -159,6 +164,7 @@ def inverse_drift(inverse: Array, penalty: Array, *, lambda0: ArrayLike = 0.1) -
     return jnp.linalg.norm(difference, axis=(-2, -1)) / jnp.linalg.norm(direct, axis=(-2, -1))
 
 
+@meshes.explicit()
 @numerics.broadcasts
 def solve_report(
     rhs: Array,
@@ -201,6 +207,7 @@ def _solve_report(plan, inputs):
     return gated_solve.report(plan, inputs)
 
 
+@meshes.explicit("B T Hq")
 @numerics.broadcasts
 def solve_residual(
     solution: Array,
@@ -247,6 +254,7 @@ def _solve_residual(plan, inputs, solution):
 # --- the memory --------------------------------------------------------------------------------
 
 
+@meshes.explicit("B H")
 @numerics.broadcasts
 def lyapunov(state: VLAState, *, lambda0: ArrayLike = 0.1) -> Array:
     """``tr(S M Sᵀ)`` with ``M = λ₀ I + penalty``, the function that a step with zero value lowers.
@@ -268,6 +276,7 @@ def lyapunov(state: VLAState, *, lambda0: ArrayLike = 0.1) -> Array:
     return jnp.einsum("bhde,bhdf,bhfe->bh", memory, matrix, memory, precision=_HIGHEST)
 
 
+@meshes.explicit("B T H")
 @numerics.broadcasts
 def state_norm(
     key: Array,

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import numerics, validation
+from vla_jax import meshes, numerics, validation
 from vla_jax.types import Array, Arrays
 
 NO_TOKEN = -1  # what ``sample`` draws from NaN under jit
@@ -59,6 +59,7 @@ class Generation(Arrays):
     state: Any
 
 
+@meshes.explicit("...")
 @numerics.broadcasts
 def sample(
     logits: Array,
@@ -295,6 +296,7 @@ def _prefill(prefill, prompts, mask):
 
 
 @functools.partial(jax.jit, static_argnames=("chunk", "sampling", "stop"))
+@meshes.explicit()
 def _decode(step, logits, state, done, key, start, limit, *, chunk, sampling, stop):
     def going(carry):
         i, _, _, done, _, _ = carry

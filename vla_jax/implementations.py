@@ -105,17 +105,16 @@ def _passed_over(name: str, bundle: Any, chunk_size: int | None, inverse: str) -
     if name == "pallas":
         if chunk_size is not None:
             return "the kernels have no chunk_size"
-        reason = not_on_one_gpu(list(bundles.tokens(bundle).values()))
+        reason = not_on_gpus(list(bundles.tokens(bundle).values()))
         if reason is not None:
             return reason
     return _unsupported(name, bundle, chunk_size, inverse)
 
 
-def not_on_one_gpu(arrays: list[Any]) -> str | None:
-    """Why a kernel may not get these arrays, which the compiler cannot partition for it; or None.
+def not_on_gpus(arrays: list[Any]) -> str | None:
+    """Why the kernels may not get these arrays; None if a program of them is for GPUs.
 
-    JAX's default device must be a GPU and either the only one, or the call inside
-    ``jax.shard_map``, or the arrays concrete and on one.
+    JAX's default device must be a GPU, and so the devices of arrays that are concrete.
     """
     if jax.default_backend() != "gpu":
         return f"the default backend is {jax.default_backend()}"
@@ -123,10 +122,6 @@ def not_on_one_gpu(arrays: list[Any]) -> str | None:
     if default is not None and getattr(default, "platform", default) not in ("gpu", "cuda"):
         return f"the default device is {default}"
     concrete = [x for x in arrays if not isinstance(x, jax.core.Tracer)]
-    if any(len(x.devices()) > 1 or next(iter(x.devices())).platform != "gpu" for x in concrete):
-        return "an array is not on one GPU"
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    if len(concrete) < len(arrays) and jax.device_count() > 1 and not manual:
-        return "under jit on several GPUs the arrays may be sharded"
+    if any(device.platform != "gpu" for x in concrete for device in x.devices()):
+        return "an array is not on a GPU"
     return None

@@ -24,7 +24,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vla_jax import bundles, checks, diagnostics, numerics, ops, primitives, sharding, validation
+from vla_jax import (
+    bundles,
+    checks,
+    diagnostics,
+    meshes,
+    numerics,
+    ops,
+    primitives,
+    sharding,
+    validation,
+)
 from vla_jax import plan as planning
 from vla_jax.bundles import Attention
 from vla_jax.convolution import convolve
@@ -291,6 +301,7 @@ def _check_invariants(config: LayerConfig, inputs: Attention, mask: Array | None
         checks.assert_converged(diagnostics.solve_report(**problem).residual)
 
 
+@meshes.explicit("B T -")
 @numerics.broadcasts
 def apply(
     config: LayerConfig,
@@ -372,6 +383,7 @@ def apply(
     return (out, LayerState(vla, conv)) if return_state else out
 
 
+@meshes.explicit("B -")
 @numerics.broadcasts
 def step(
     config: LayerConfig, params: Parameters, x_t: Array, state: LayerState

@@ -24,6 +24,7 @@ from vla_jax.types import (
 )
 
 DIRECTIONS = ("learned", "key")
+LOGICAL_AXES = ("embed", "heads", "kv_heads", "head_dim")
 OUTPUT_NORMS = ("layer", "rms_per_head", None)
 
 Initializer = Callable[..., Array]
@@ -84,8 +85,10 @@ class LayerConfig:
       check_invariants: whether to assert that the unit key and the unit write direction have unit
         length or are exactly zero (``vla_jax.checks``). Costs a second solve. Under jit the
         function must be wrapped in ``chex.chexify``; without the wrapper chex refuses to trace.
-      logical_axes: whether the Flax layers annotate the parameters with logical axis names
-        (``"embed"``, ``"heads"``, ``"kv_heads"``, ``"head_dim"``) for partitioning.
+      logical_axes: whether the Flax layers annotate the parameters with logical axis names for
+        partitioning: ``"embed"``, ``"heads"``, ``"kv_heads"``, ``"head_dim"``; or a mapping from
+        some of these to names of your own (None: no name). Rules that lack ``"kv_heads"``, as
+        common sets of them do, leave key, value and direction whole on every device.
 
     Raises:
       ValueError, TypeError: naming the option that is wrong.
@@ -119,7 +122,7 @@ class LayerConfig:
     bias_init: Initializer = default_bias_init
     implementation: Implementation | None = None
     check_invariants: bool = False
-    logical_axes: bool = False
+    logical_axes: bool | Mapping[str, str | None] | tuple[tuple[str, str | None], ...] = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "in_features"):
@@ -148,9 +151,9 @@ class LayerConfig:
         self._default("lambda0", planning.LAMBDA0[self.inverse])
         validation.choice("output_norm", self.output_norm, OUTPUT_NORMS)
         validation.floor("norm_eps", self.norm_eps, jnp.float32)
-        flags = ("beta", "decay", "learn_lambda0", "use_bias", "check_invariants", "logical_axes")
-        for name in flags:
+        for name in ("beta", "decay", "learn_lambda0", "use_bias", "check_invariants"):
             validation.flag(name, getattr(self, name))
+        object.__setattr__(self, "logical_axes", _logical_axes(self.logical_axes))
         for name in ("feature_map", "kernel_init", "bias_init"):
             _check_function(name, getattr(self, name))
         if self.dtype is not None:
@@ -199,6 +202,23 @@ class LayerConfig:
     def channels(self) -> int:
         """Projected query, key and value together: the channels of the short convolution."""
         return self.num_heads * self.head_dim + self.num_kv_heads * (self.head_dim + self.value_dim)
+
+
+def _logical_axes(value: Any) -> bool | tuple[tuple[str, str | None], ...]:
+    """The option, a mapping as pairs in order: a configuration can be hashed.
+
+    Raises:
+      TypeError, ValueError: if it is neither a bool nor a mapping of ``LOGICAL_AXES`` to names.
+    """
+    if not isinstance(value, Mapping | tuple):
+        validation.flag("logical_axes", value)
+        return bool(value)
+    named = dict(value)
+    for axis, name in named.items():
+        validation.choice("an axis in logical_axes", axis, LOGICAL_AXES)
+        if not isinstance(name, str | None):
+            raise TypeError(f"logical_axes[{axis!r}] must be a str or None, got {name!r}")
+    return tuple(sorted(named.items())) or True
 
 
 def _check_function(name: str, value: Any) -> None:
@@ -335,7 +355,14 @@ def parameters(config: LayerConfig) -> dict[str, dict[str, Parameter]]:
                 (c.num_kv_heads,), ("kv_heads",), lambda _, dtype: jnp.asarray(log, dtype)
             )
         }
-    return groups
+    own = dict(c.logical_axes) if isinstance(c.logical_axes, tuple) else {}
+    return {
+        group: {
+            name: dataclasses.replace(p, axes=tuple(own.get(axis, axis) for axis in p.axes))
+            for name, p in members.items()
+        }
+        for group, members in groups.items()
+    }
 
 
 QKV = ("q_proj", "k_proj", "v_proj")

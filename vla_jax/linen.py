@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import jax
@@ -82,8 +82,8 @@ class VariationalLinearAttention(_Layer):
 
     Attributes:
       num_heads, in_features: see ``vla_jax.layer.LayerConfig``, which documents every option.
-      logical_axes: if True, ``init`` returns the parameters boxed with logical axis names
-        (``linen.with_logical_partitioning``), for ``linen.get_partition_spec`` and
+      logical_axes: with True or a mapping ``init`` returns the parameters boxed with logical axis
+        names (``linen.with_logical_partitioning``), for ``linen.get_partition_spec`` and
         ``linen.logical_axis_rules``; ``linen.unbox`` removes the boxes. Using the layer needs
         neither a mesh nor rules, with or without boxes.
 
@@ -118,7 +118,7 @@ class VariationalLinearAttention(_Layer):
     bias_init: Initializer = layer.default_bias_init
     implementation: Implementation | None = None
     check_invariants: bool = False
-    logical_axes: bool = False
+    logical_axes: bool | Mapping[str, str | None] = False
 
     def __post_init__(self) -> None:
         super().__post_init__()

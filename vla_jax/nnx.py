@@ -38,10 +38,10 @@ class VariationalLinearAttention(nnx.Module):
 
     Args:
       num_heads, in_features: see ``vla_jax.layer.LayerConfig``, which documents every option.
-      logical_axes: if True, every parameter carries logical axis names (``out_sharding``), for
-        ``nnx.get_partition_spec`` under ``nnx.logical_axis_rules``. Created with such rules and a
-        mesh (``jax.set_mesh``) in force, it is sharded at once, the way Flax does it; without a
-        mesh the names are only metadata.
+      logical_axes: with True or a mapping every parameter carries logical axis names
+        (``out_sharding``), for ``nnx.get_partition_spec`` under ``nnx.logical_axis_rules``. Created
+        with such rules and a mesh (``jax.set_mesh``) in force, it is sharded at once, the way Flax
+        does it; without a mesh the names are only metadata.
       rngs: the ``params`` stream initialises the parameters.
 
     Raises:
@@ -77,7 +77,7 @@ class VariationalLinearAttention(nnx.Module):
         bias_init: Initializer = layer.default_bias_init,
         implementation: Implementation | None = None,
         check_invariants: bool = False,
-        logical_axes: bool = False,
+        logical_axes: bool | Mapping[str, str | None] = False,
         rngs: nnx.Rngs,
     ):
         config = LayerConfig(**layer.options(locals()))

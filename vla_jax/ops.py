@@ -8,9 +8,9 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from vla_jax import bundles, chunks, decay, numerics, primitives, validation
+from vla_jax import bundles, chunks, decay, meshes, numerics, primitives, validation
 from vla_jax import plan as planning
-from vla_jax.bundles import Attention, Delta, Solve, Step
+from vla_jax.bundles import AXES, Attention, Delta, Solve, Step
 from vla_jax.plan import Plan
 from vla_jax.reference import gated, published
 from vla_jax.types import (
@@ -63,6 +63,7 @@ def _with_empty_cache(state: VLAState) -> VLAState:
 
 
 @primitives.first_order_only
+@meshes.explicit(AXES["out"])
 def vla_attention(
     query: Array,
     key: Array,
@@ -146,7 +147,7 @@ def vla_attention(
         every device), ``"associative"`` (chunkwise, associative scan over chunks), ``"pallas"``
         (GPU kernels; in their interpreter where the environment says
         ``VLA_JAX_PALLAS_INTERPRET=1``), ``"triton"`` (the single-launch kernel through jax-triton,
-        for few tokens). None means ``"pallas"`` where the arrays are on one GPU that it serves,
+        for few tokens). None means ``"pallas"`` where the arrays are on GPUs that it serves,
         otherwise ``"xla"``.
       precision: of the matrix products, as in ``jax.lax``; by default float32-accurate for float32
         inputs; for 16-bit inputs tf32 in the solve and the inputs' dtype in the memory, always
@@ -265,6 +266,7 @@ def uses_gates(plan: Plan, inputs: Attention | Step) -> bool:
 # --- decoding ----------------------------------------------------------------------------------
 
 
+@meshes.explicit("B Hq E")
 @numerics.broadcasts
 def vla_step(
     query: Array,

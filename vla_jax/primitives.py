@@ -15,21 +15,21 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from vla_jax import implementations, numerics
+from vla_jax import implementations, meshes, numerics
 from vla_jax import plan as planning
-from vla_jax.bundles import Delta, Solve
+from vla_jax.bundles import AXES, Delta, Solve
 from vla_jax.types import Array, ArrayLike, Implementation, PrecisionLike
 
 _SAVED = {Solve: "vla_solution", Delta: "vla_memory"}
 
 
 @jax.custom_jvp
-def _once(*arrays: Any) -> Any:
+def once(*arrays: Any) -> Any:
     """Identity that refuses to be differentiated."""
     return arrays
 
 
-@_once.defjvp
+@once.defjvp
 def _once_jvp(primals, tangents):
     raise NotImplementedError(
         "second-order differentiation needs implementation='reference': "
@@ -44,27 +44,34 @@ def _differentiable(plan, inputs):
 
 @numerics.broadcasts
 def _forward(plan, inputs):
-    (inputs,) = _once(inputs)
-    rule = implementations.module(plan.implementation).RULES[type(inputs)]
-    outputs, saved = rule.forward(plan, inputs)
-    if type(inputs) in _SAVED:
-        saved = checkpoint_name(saved, _SAVED[type(inputs)])
-    return outputs, (inputs, saved)
+    (inputs,) = once(inputs)
+    outputs, saved = (
+        implementations.module(plan.implementation).RULES[type(inputs)].forward(plan, inputs)
+    )
+    return outputs, (inputs, named(saved, inputs))
+
+
+def named(saved: Any, inputs: Any) -> Any:
+    """What a primitive's forward has saved, under its name for ``jax.checkpoint`` policies."""
+    name = _SAVED.get(type(inputs))
+    return saved if name is None else checkpoint_name(saved, name)
 
 
 @numerics.broadcasts
 def _backward(plan, residuals, cotangents):
-    (inputs, saved), cotangents = _once(residuals, cotangents)
+    (inputs, saved), cotangents = once(residuals, cotangents)
     rule = implementations.module(plan.implementation).RULES[type(inputs)]
-    gradients = rule.backward(plan, inputs, saved, cotangents)
-    narrow = {name: getattr(gradients, name).astype(x.dtype) for name, x in _given(inputs)}
-    return (gradients._replace(**narrow, segment_ids=None),)
+    return (narrow(rule.backward(plan, inputs, saved, cotangents), inputs),)
 
 
-def _given(inputs):
-    """The arrays of the bundle that have a gradient, with their names."""
-    fields = inputs._asdict().items()
-    return [(name, x) for name, x in fields if x is not None and name != "segment_ids"]
+def narrow(gradients: Any, inputs: Any) -> Any:
+    """The cotangents of a bundle in the dtypes of its arrays; ``segment_ids`` has none."""
+    given = {
+        name: getattr(gradients, name).astype(x.dtype)
+        for name, x in inputs._asdict().items()
+        if x is not None and name != "segment_ids"
+    }
+    return gradients._replace(**given, segment_ids=None)
 
 
 _differentiable.defvjp(_forward, _backward)
@@ -114,6 +121,7 @@ def _jitted(plan, inputs):
 
 
 @first_order_only
+@meshes.explicit(AXES["solution"], AXES["penalty"])
 def penalty_solve(
     rhs: Array,
     direction: Array,
@@ -178,6 +186,7 @@ def penalty_solve(
 
 
 @first_order_only
+@meshes.explicit(AXES["out"], AXES["memory"])
 def delta_rule(
     query: Array,
     key: Array,

@@ -18,9 +18,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import decay, numerics, ops, primitives
+from vla_jax import decay, implementations, numerics, ops, primitives
 from vla_jax import plan as planning
-from vla_jax.bundles import Attention
+from vla_jax.bundles import Attention, Delta
+from vla_jax.plan import Plan
 from vla_jax.types import (
     Array,
     ArrayLike,
@@ -54,9 +55,13 @@ def axis_size(axis_name: str) -> int:
         ) from error
 
 
-def from_left(tree: Any, axis_name: str, shift: int = 1) -> Any:
-    """Each device's ``tree`` from the device ``shift`` before it; zeros where there is none."""
+def from_left(tree: Any, axis_name: str, shift: int = 1, *, reverse: bool = False) -> Any:
+    """Each device's ``tree`` from the device ``shift`` before it; zeros where there is none.
+
+    ``reverse`` counts the devices from the last one.
+    """
     pairs = [(i, i + shift) for i in range(axis_size(axis_name) - shift)]
+    pairs = [pair[::-1] for pair in pairs] if reverse else pairs
     return jax.tree.map(lambda x: jax.lax.ppermute(x, axis_name, pairs), tree)
 
 
@@ -68,7 +73,7 @@ def from_last(tree: Any, axis_name: str) -> Any:
 
 def exclusive_scan(
     combine: Callable[[Any, Any], Any], apply: Callable[[Any, Any], Any], element: Any,
-    initial: Any, axis_name: str, complete: bool = False,
+    initial: Any, axis_name: str, complete: bool = False, reverse: bool = False,
 ) -> Any:  # fmt: skip
     """What reaches each device when ``initial`` has passed through the devices before it.
 
@@ -81,18 +86,20 @@ def exclusive_scan(
       initial: the state that reaches the first device.
       axis_name: the mesh axis.
       complete: whether each element is known to yield its state whatever reaches it.
+      reverse: from the last device to the first.
 
     Returns:
       The state that reaches this device: the shape of ``initial``.
     """
     index, size = jax.lax.axis_index(axis_name), axis_size(axis_name)
+    index = size - 1 - index if reverse else index
     element = _select(index == 0, apply(initial, element), element)
     shift = 1
     while shift < size - 1 and not complete:  # the last device's own element is not needed
-        combined = combine(from_left(element, axis_name, shift), element)
+        combined = combine(from_left(element, axis_name, shift, reverse=reverse), element)
         element = _select(index >= shift, combined, element)
         shift *= 2
-    return _select(index == 0, initial, from_left(element[0], axis_name))
+    return _select(index == 0, initial, from_left(element[0], axis_name, reverse=reverse))
 
 
 def _select(condition: Array, chosen: Any, otherwise: Any) -> Any:
@@ -160,6 +167,100 @@ def _last_segment(x: Array, segment_ids: Array | None) -> Array:
         return x
     last = segment_ids == segment_ids[:, -1:]
     return jnp.where(last.reshape(*last.shape, *[1] * (x.ndim - 2)), x, 0)
+
+
+# --- the memory --------------------------------------------------------------------------------
+
+
+def _carry(plan: Plan, axis_name: str, inputs: Delta | Attention) -> Any:
+    """The outputs of a primitive whose tokens are this device's and whose memory is the whole's.
+
+    What this device does to a memory is found first; then the memory that reaches it, over the
+    devices; and from there the primitive runs as on one device. Backward the same happens from the
+    end of the sequence to its start, to the cotangent of the memory.
+    """
+    rule = implementations.module(plan.implementation).RULES[type(inputs)]
+    if rule.backward is None:
+        return rule.forward(plan, _reached(plan, axis_name, inputs)[0])[0]
+    return _carried(plan, axis_name, inputs)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _carried(plan, axis_name, inputs):
+    return _carried_forward(plan, axis_name, inputs)[0]
+
+
+def _carried_forward(plan, axis_name, inputs):
+    (inputs,) = primitives.once(inputs)
+    inputs, factor = _reached(plan, axis_name, inputs)
+    rule = implementations.module(plan.implementation).RULES[type(inputs)]
+    outputs, saved = rule.forward(plan, inputs)
+    return outputs, (inputs, factor, primitives.named(saved, inputs))
+
+
+def _carried_backward(plan, axis_name, residuals, cotangents):
+    (inputs, factor, saved), cotangents = primitives.once(residuals, cotangents)
+    rule = implementations.module(plan.implementation).RULES[type(inputs)]
+    pull = functools.partial(rule.backward, plan, inputs, saved)
+    if axis_size(axis_name) > 1:
+        # All but the memory's cotangent is left out of this call by the compiler.
+        own = kept(_joins(inputs, axis_name), pull(cotangents).memory)
+        transposed = None if factor is None else jnp.swapaxes(factor, -1, -2)
+        later = _scan_maps(plan, axis_name, own, transposed, jnp.zeros_like(own), reverse=True)
+        cotangents = cotangents._replace(memory=cotangents.memory + later)
+    gradients = pull(cotangents)
+    first = jax.lax.axis_index(axis_name) == 0
+    gradients = gradients._replace(memory=jnp.where(first, gradients.memory, 0))
+    return (primitives.narrow(gradients, inputs),)
+
+
+_carried.defvjp(_carried_forward, _carried_backward)
+
+
+def _joins(inputs: Delta | Attention, axis_name: str) -> Array | None:
+    both = continues(inputs.segment_ids, axis_name)
+    return None if both is None else both[0]
+
+
+def _reached(plan: Plan, axis_name: str, inputs: Any) -> tuple[Any, Array | None]:
+    """The bundle with the memory that reaches this device, and the factor of this device's map."""
+    size = axis_size(axis_name)
+    if size == 1:
+        return inputs, None
+    rule = implementations.module(plan.implementation).RULES[type(inputs)]
+    joins, memory = _joins(inputs, axis_name), inputs.memory
+    # The first device starts from the whole's memory, so that its term is the state behind it.
+    start = jnp.where(jax.lax.axis_index(axis_name) == 0, memory, 0)
+    term = rule.forward(plan, inputs._replace(memory=start))[0].memory
+    factor = None
+    if size > 2:  # of two devices none is between others
+        dim = memory.shape[-2]
+        identity = jnp.broadcast_to(jnp.eye(dim, dtype=memory.dtype), (*memory.shape[:-1], dim))
+        value = jnp.zeros_like(inputs.value, shape=(*inputs.value.shape[:-1], dim))
+        _, identity, value = numerics.varying_alike((memory, identity, value))
+        factor = rule.forward(plan, inputs._replace(value=value, memory=identity))[0].memory
+        factor = kept(joins, factor)
+    memory = _scan_maps(plan, axis_name, term, factor, memory)
+    return inputs._replace(memory=kept(joins, memory)), factor
+
+
+def _scan_maps(
+    plan: Plan, axis_name: str, term: Array, factor: Array | None, initial: Array,
+    reverse: bool = False,
+) -> Array:  # fmt: skip
+    """What reaches this device by the maps ``S ↦ factor S + term`` of those before it.
+
+    The term of the first device is the state behind it; ``factor`` None is for two devices.
+    """
+    product = functools.partial(plan.policy.dot, "bhij,bhjk->bhik")
+
+    def compose(first, then):
+        return numerics.compose(first[::-1], then[::-1], product)[::-1]
+
+    return exclusive_scan(
+        compose, lambda _, then: (then[0], None if factor is None else jnp.zeros_like(factor)),
+        (term, factor), initial, axis_name, reverse=reverse,
+    )  # fmt: skip
 
 
 # --- attention ---------------------------------------------------------------------------------
@@ -241,17 +342,16 @@ def _attention(plan, axis_name, return_state, inputs, mask):
     """The composition, on checked arrays."""
     inputs, mask = numerics.varying_alike((inputs, mask))
     policy = plan.policy
-    if inputs.direction is None:
+    inputs = planning.masked(inputs, mask)
+    direction = inputs.direction
+    if direction is None:
         unit_key = numerics.normalize(inputs.key.astype(policy.accumulator))
         direction = numerics.penalty_direction(unit_key, plan.variant.inverse)
-        inputs = inputs._replace(direction=direction)
-    inputs = planning.masked(inputs, mask)
-    key, value = inputs.key, inputs.value
 
     # The penalty and, beside it, the key sum: [B, H, D, D + 1].
     joins, keep, until = _passing(inputs, axis_name, policy.accumulator)
-    last_u, last_key = (until(x) for x in (inputs.direction, key))
-    sums = policy.dot("bthd,bthe->bhde", last_u, inputs.direction)
+    last_u, last_key = until(direction), until(inputs.key)
+    sums = _products(policy, last_u, direction)
     sums = _beside(sums, jnp.sum(last_key, axis=1, dtype=policy.accumulator)[..., None])
     initial = _beside(numerics.symmetrize(inputs.penalty), inputs.key_sum[..., None])
 
@@ -265,40 +365,26 @@ def _attention(plan, axis_name, return_state, inputs, mask):
     )  # fmt: skip
     sums = kept(joins, sums)
     reached = inputs._replace(penalty=sums[..., :-1], key_sum=sums[..., -1])
-    delta, penalty = ops.solved(plan, reached)
 
-    # The memory is affine in the one that reaches this device, and so are the read-outs: from
-    # zero, with the values, it is `term`; from the identity, without values, `factor`. Side by side
-    # the two are one sweep of wider values, which takes as many steps as one of them.
-    value_dim, dim = value.shape[-1], key.shape[-1]
-    identity = jnp.broadcast_to(
-        jnp.eye(dim, dtype=policy.accumulator), (*inputs.memory.shape[:-1], dim)
-    )
-    nothing = jnp.zeros((*value.shape[:-1], dim), value.dtype)
-    zero = jnp.zeros_like(inputs.memory)
-    _, identity, zero, nothing = numerics.varying_alike((inputs.query, identity, zero, nothing))
-    start = _beside(zero, kept(joins, identity))
-    wide = delta._replace(value=_beside(value, nothing), memory=start)
-    both, memory = primitives.run(plan, wide)
-    out, reach = both[..., :value_dim], both[..., value_dim:]
-    element = memory[..., :value_dim], memory[..., value_dim:]  # the term, the factor
-    product = functools.partial(policy.dot, "bhij,bhjk->bhik")
-
-    def compose(first, then):
-        return numerics.compose(first[::-1], then[::-1], product)[::-1]
-
-    def follow(memory, then):
-        return product(then[1], memory) + then[0], then[1]
-
-    memory = exclusive_scan(compose, follow, element, inputs.memory, axis_name)
-    grouped = numerics.grouped(reach, key.shape[2])
-    carried = policy.dot("bthgd,bhde->bthge", grouped, memory)
-    out, key_sum = ops.weigh(plan, reached, out + carried.reshape(out.shape))
+    if primitives.serves(plan, Attention) and not ops.uses_gates(plan, inputs):
+        out, memory, penalty, key_sum = _carry(plan, axis_name, reached)
+        out = out.astype(inputs.query.dtype)
+    else:
+        delta, penalty = ops.solved(plan, reached)
+        out, memory = _carry(plan, axis_name, delta)
+        out, key_sum = ops.weigh(plan, reached, out)
     if not return_state:
         return out, None
-    memory, penalty, key_sum = from_last((follow(memory, element)[0], penalty, key_sum), axis_name)
+    memory, penalty, key_sum = from_last((memory, penalty, key_sum), axis_name)
     fresh = ops.init_state(*memory.shape[:3], memory.shape[-1], dtype=memory.dtype)
     return out, fresh.replace(memory=memory, penalty=penalty, key_sum=key_sum)
+
+
+def _products(policy: numerics.Policy, x: Array, y: Array) -> Array:
+    """``Σ_t x_t y_tᵀ``, wide; 16-bit arrays are multiplied as they are, which is exact."""
+    if x.dtype == y.dtype and x.dtype.itemsize == 2:
+        return jnp.einsum("bthd,bthe->bhde", x, y, preferred_element_type=policy.accumulator)
+    return policy.dot("bthd,bthe->bhde", x, y)
 
 
 def _beside(*arrays: Array) -> Array:

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
+from vla_jax import partitioning
 from vla_jax.implementations import Rule
 from vla_jax.types import Array
 
@@ -108,17 +109,19 @@ def rule(forward: Callable[..., Any], backward: Callable[..., Any] | None = None
     """The rule of an implementation whose kernels have the batch for the first axis of all arrays.
 
     ``lambda0`` goes in, and its cotangent comes out, as ``[B, H]``; a ``vmap`` folds into the batch
-    instead of adding a loop over launches.
+    instead of adding a loop over launches, and several devices share batch and heads among them
+    (``partitioning.spread`` says what this asks of the arrays saved).
 
     Args:
       forward, backward: as ``Rule``'s, but for ``lambda0``.
     """
 
     def run(plan, inputs):
-        return fold_batch(functools.partial(forward, plan))(_per_batch(inputs))
+        pushed = fold_batch(partitioning.spread(functools.partial(forward, plan)))
+        return pushed(_per_batch(inputs))
 
     def pull(plan, inputs, saved, cotangents):
-        pulled = fold_batch(functools.partial(backward, plan))
+        pulled = fold_batch(partitioning.spread(functools.partial(backward, plan)))
         gradients = pulled(_per_batch(inputs), saved, cotangents)
         if "lambda0" in gradients._fields:
             gradients = gradients._replace(lambda0=jnp.sum(gradients.lambda0, axis=0))
