@@ -123,7 +123,7 @@ def test_vmap_remat_scan_and_donation(plain_kernels):
         def layer(x, scale):
             query, key, value = x
             out = vla_jax.vla_attention(
-                query, scale * key, value, readout="none", implementation=implementation
+                query, key, scale * value, readout="none", implementation=implementation
             )
             return (query, key, jnp.tanh(out)), None
 

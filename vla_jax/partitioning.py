@@ -53,18 +53,18 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def call(*args):
-        several = jax.device_count() > 1 and not all_manual()
-        if several or any(isinstance(x, Held) for x in args):
+        if several() or any(isinstance(x, Held) for x in args):
             return _spread(function, args)
         return function(*args)
 
     return call
 
 
-def all_manual() -> bool:
-    """Whether this is inside ``jax.shard_map`` over every axis of the mesh."""
+def several() -> bool:
+    """Whether a program may be of several devices that XLA's partitioner shares it among."""
     mesh = jax.sharding.get_abstract_mesh()
-    return bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
+    return jax.device_count() > 1 and not manual
 
 
 def _spread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

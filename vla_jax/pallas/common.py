@@ -143,13 +143,20 @@ def fold_batch(function: Callable) -> Callable:
 
     @folded.def_vmap
     def mapped(axis_size, in_batched, *args):
+        behind = partitioning.several()  # the axis: before a sharded batch it would gather it
+
         def fold(x: Array, batched: bool) -> Array:
             if not batched:
                 x = jnp.broadcast_to(x, (axis_size, *x.shape))
-            return x.reshape(axis_size * x.shape[1], *x.shape[2:])
+            x = jnp.swapaxes(x, 0, 1) if behind else x
+            return x.reshape(-1, *x.shape[2:])
 
-        out = folded(*jax.tree.map(fold, args, tuple(in_batched)))
-        out = jax.tree.map(lambda x: x.reshape(axis_size, -1, *x.shape[1:]), out)
+        def unfold(x: Array) -> Array:
+            if behind:
+                return jnp.swapaxes(x.reshape(-1, axis_size, *x.shape[1:]), 0, 1)
+            return x.reshape(axis_size, -1, *x.shape[1:])
+
+        out = jax.tree.map(unfold, folded(*jax.tree.map(fold, args, tuple(in_batched))))
         return out, jax.tree.map(lambda _: True, out)
 
     return folded
