@@ -23,6 +23,7 @@ from vla_jax import (
     generation,
     nnx,
     packing,
+    presets,
     selftest,
     serialization,
     sharding,
@@ -349,6 +350,40 @@ def test_packing():
     ids, mask = packing.from_positions(jnp.asarray([[0, 1, 0, -1]]))
     np.testing.assert_array_equal(ids, [[1, 1, 2, 2]])
     np.testing.assert_array_equal(mask, [[True, True, True, False]])
+
+
+@use("vla_jax.packing.from_packed_ids", "vla_jax.packing.from_attention_mask")
+def test_packed_rows_and_their_attention_mask():
+    packed = jnp.asarray([[1, 1, 2, 0]])
+    ids, mask = packing.from_packed_ids(packed)
+    np.testing.assert_array_equal(mask, [[True, True, True, False]])
+    seen = (packed[:, :, None] == packed[:, None]) & jnp.tri(4, dtype=bool) & mask[:, None]
+    found, present = packing.from_attention_mask(seen[:, None])
+    np.testing.assert_array_equal(present, mask)
+    np.testing.assert_array_equal(found[0, 1:] == found[0, :-1], ids[0, 1:] == ids[0, :-1])
+
+
+@use("vla_jax.nnx.SelfAttention", "vla_jax.linen.SelfAttention")
+def test_drop_ins():
+    x = np.random.default_rng(0).standard_normal((B, T, 4), np.float32)
+    layer = nnx.SelfAttention(2, 4, rngs=flax_nnx.Rngs(0))
+    linen = vla_jax.linen.SelfAttention(2)
+    out = flax_nnx.jit(lambda layer, x: layer(x))(layer, x)
+    drawn = jax.jit(linen.init_with_output)(jax.random.key(0), x)[0]
+    assert out.shape == drawn.shape == x.shape
+    layer.init_cache(x.shape)
+    step = flax_nnx.jit(lambda layer, x: layer(x, decode=True))
+    decoded = [step(layer, x[:, t : t + 1]) for t in range(T)]
+    assert_close(jnp.concatenate(decoded, axis=1), out, TOLERANCE)
+
+
+@use("vla_jax.presets.PRESETS", "vla_jax.presets.options")
+def test_presets():
+    for name in presets.PRESETS:
+        options = presets.options(name, output_norm=None)
+        assert options.pop("output_norm") is None
+        assert options.items() <= presets.PRESETS[name].items()
+        nnx.VariationalLinearAttention(2, 4, **options, rngs=flax_nnx.Rngs(0))
 
 
 @use(*(f"vla_jax.selftest.{n}" for n in public(selftest)))
