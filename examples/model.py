@@ -108,12 +108,12 @@ class ModelConfig:
         if not 1 <= self.ngram_bits <= 24:
             raise ValueError(f"ngram_bits must be from 1 to 24, got {self.ngram_bits}")
         vla = [mixer for mixer in dict.fromkeys(self.mixers) if mixer in _VLA]
-        for name, default in _NEW.items():
-            if getattr(self, name) != default and not vla:
-                raise ValueError(f"{name} needs a layer of 'vla', got {', '.join(self.mixers)}")
+        new = [name for name, default in _NEW.items() if getattr(self, name) != default]
+        if new and not vla:
+            raise ValueError(f"{new[0]} needs a layer of 'vla', got {', '.join(self.mixers)}")
         if self.lambda0 is None:
             object.__setattr__(self, "lambda0", LAMBDA0.get(self.inverse))
-        for mixer in vla:  # it says what does not go together
+        for mixer in vla if new else ():  # it says what does not go together, and starts JAX
             LayerConfig(
                 num_heads=self.num_heads, in_features=self.d_model, **_vla_options(mixer, self)
             )

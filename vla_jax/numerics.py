@@ -344,6 +344,8 @@ def known_solve(matrix: Array, inverse: Array, rhs: Array) -> Array:
     def times(matrix, x):
         return jnp.einsum("...ij,...gj->...gi", matrix, x, precision=jax.lax.Precision.HIGHEST)
 
+    # Inside jax.shard_map a cotangent varies over all that any of them does; so must the rhs.
+    matrix, inverse, rhs = varying_alike((matrix, inverse, rhs))
     return jax.lax.custom_linear_solve(
         lambda x: times(matrix, x), rhs, lambda _, x: times(inverse, x), symmetric=True
     )

@@ -63,8 +63,9 @@ def spread(function: Callable[..., Any]) -> Callable[..., Any]:
 def several() -> bool:
     """Whether a program may be of several devices that XLA's partitioner shares it among."""
     mesh = jax.sharding.get_abstract_mesh()
-    manual = bool(mesh.axis_names) and set(mesh.manual_axes) == set(mesh.axis_names)
-    return jax.device_count() > 1 and not manual
+    if mesh.empty:
+        return jax.device_count() > 1
+    return mesh.size > 1 and set(mesh.manual_axes) != set(mesh.axis_names)
 
 
 def _spread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
