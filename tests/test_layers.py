@@ -292,17 +292,22 @@ def test_nothing_but_padding_changes_nothing():
     chex.assert_trees_all_close(defining(after), defining(state), rtol=1e-6)
 
 
-def test_a_masked_token_still_changes_the_segment(x64):
-    """Ids are honoured at masked tokens: a masked last token of another segment ends fresh."""
+def test_a_masked_token_changes_no_segment(x64):
+    """A masked last token of another segment does not end the one before: the state goes on."""
     module = make(param_dtype=jnp.float64, **FULL)
     x = draw(6)
     ids = jnp.array([[0, 0, 0, 0, 0, 1], [0, 1, 1, 1, 1, 1]])
     mask = jnp.array([[True] * 5 + [False], [False] + [True] * 5])
     _, initial = call(module, x)
-    out, state = call(module, x, segment_ids=ids, mask=mask, initial_state=initial)
-    assert not any(y[0].any() for y in defining(state))
-    expected = numpy_layer(module.config, pure(module), x, mask, ids)
-    assert_close(out[1], expected[1], tolerances.FLOAT64)
+    actual = call(module, x, segment_ids=ids, mask=mask, initial_state=initial)
+    filled = ids.at[0, 5].set(0).at[1, 0].set(1)
+    expected = call(module, x, segment_ids=filled, mask=mask, initial_state=initial)
+    chex.assert_trees_all_equal(actual, expected)
+    assert all(y[0].any() for y in defining(actual[1]))
+    ended, _ = call(module, x, segment_ids=ids, initial_state=initial)  # with no mask it ends
+    assert_close(
+        ended[0, 5], numpy_layer(module.config, pure(module), x[:1, 5:])[0, 0], tolerances.FLOAT64
+    )
 
 
 @pytest.mark.parametrize("length", [1, 2])
