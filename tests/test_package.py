@@ -32,7 +32,6 @@ def test_a_users_mypy_sees_the_types(tmp_path):
         text=True,
         check=False,
     )
-    assert done.returncode in (0, 1), done.stdout + done.stderr  # it ran
     lines = [
         line.partition("user.py:")[2] for line in done.stdout.splitlines() if "user.py" in line
     ]
