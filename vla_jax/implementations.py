@@ -26,7 +26,8 @@ MODULES = {
 NAMES = tuple(MODULES)
 BEST = ("pallas", "xla")  # what ``implementation=None`` tries, in this order
 STEPS = ("xla", "pallas")  # those of a decoding step
-GATED = ("reference", "xla", "associative")  # with weights, decay and the inverse at the read
+# With weights, decay and the inverse at the read; "pallas" has a delta rule with decay.
+GATED = ("reference", "xla", "associative")
 
 
 class Rule(NamedTuple):
@@ -91,12 +92,10 @@ def choose_step(name: Any, step: Any, inverse: str) -> str:
 
 
 def _unsupported(name: str, bundle: Any, chunk_size: int | None, inverse: str) -> str | None:
-    if name not in GATED:
-        given = list(bundles.gates(bundle))
-        given += ["inverse='read'"] if inverse == "read" else []
-        given += ["grouped right-hand sides"] if bundles.grouped(bundle) else []
-        if given:
-            return f"its kernels have no {' and no '.join(given)}"
+    if name not in GATED and not (name == "pallas" and isinstance(bundle, bundles.Delta)):
+        reason = bundles.ungated(bundle, inverse)
+        if reason is not None:
+            return reason
     return module(name).unsupported(bundle, chunk_size)
 
 

@@ -232,3 +232,12 @@ def delta_rule(
             )
         )
     )  # fmt: skip
+
+
+@first_order_only
+def unit_delta_rule(
+    query: Array, key: Array, value: Array, beta: Array | None, **options: Any
+) -> tuple[Array, Array]:
+    """``delta_rule`` with the unit keys of ``key`` and the write key ``β k̂``, β ``[B, T, H]``."""
+    options = dict(chunk_size=None, implementation=None, precision=None) | options
+    return tuple(_jitted(*planning.unit_delta_rule(query, key, value, beta, **options)))

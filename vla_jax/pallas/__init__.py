@@ -1,6 +1,7 @@
 """``implementation="pallas"``: kernels written in Pallas, a family of them for each back end.
 
-A family is a module with ``unsupported(bundle)`` and ``RULES``, as an implementation is. It is
+A family is a module with ``unsupported(bundle, precision)`` and ``RULES``, as an implementation is,
+and ``NORMALIZES``: whether its delta rule can scale keys to unit length itself. It is
 imported when it is asked for: Pallas's back ends come and go with versions of JAX.
 """
 
@@ -15,7 +16,8 @@ from vla_jax.pallas.common import export_checks
 
 __all__ = ["export_checks"]
 
-FAMILIES = {"triton": "vla_jax.pallas.triton"}  # the first that serves is taken
+# The first that serves is taken.
+FAMILIES = {"mosaic": "vla_jax.pallas.mosaic", "triton": "vla_jax.pallas.triton"}
 
 
 def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
@@ -25,7 +27,13 @@ def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
     return _choose(bundle)[1]
 
 
-def _choose(bundle: Any) -> tuple[Any, str | None]:
+def normalizes(bundle: Any, precision: Any) -> bool:
+    """Whether the family that serves these arrays takes keys that are not normalised."""
+    family = _choose(bundle, precision)[0]
+    return family is not None and family.NORMALIZES
+
+
+def _choose(bundle: Any, precision: Any = None) -> tuple[Any, str | None]:
     """The family that serves, or why none does."""
     reasons = []
     for name, module in FAMILIES.items():
@@ -36,15 +44,15 @@ def _choose(bundle: Any) -> tuple[Any, str | None]:
                 raise
             reasons.append(f"{name}: this version of JAX has no {error.name}")
             continue
-        reason = family.unsupported(bundle)
+        reason = family.unsupported(bundle, precision)
         if reason is None:
             return family, None
         reasons.append(f"{name}: {reason}")
     return None, "; ".join(reasons)
 
 
-def _rule(bundle: Any) -> Rule:
-    family, reason = _choose(bundle)
+def _rule(plan: Any, bundle: Any) -> Rule:
+    family, reason = _choose(bundle, plan.policy.requested)
     if family is None:
         raise NotImplementedError(
             f"no Pallas kernels can serve {OPERATIONS[type(bundle)]}: {reason}"
@@ -53,11 +61,11 @@ def _rule(bundle: Any) -> Rule:
 
 
 def _forward(plan, inputs):
-    return _rule(inputs).forward(plan, inputs)
+    return _rule(plan, inputs).forward(plan, inputs)
 
 
 def _backward(plan, inputs, saved, cotangents):
-    return _rule(inputs).backward(plan, inputs, saved, cotangents)
+    return _rule(plan, inputs).backward(plan, inputs, saved, cotangents)
 
 
 RULES: dict[type, Rule] = {kind: Rule(_forward, _backward) for kind in (Solve, Delta, Attention)}

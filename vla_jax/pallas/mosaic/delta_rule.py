@@ -20,7 +20,7 @@ memory in registers, is that of FlashQLA and of ``jax-linear-attention``; the de
 write key, resets as positions and the direct cotangent of the decay are of this library.)
 
 One file, because the four kernels share one layout of chunks, blocks and decays, and the launches
-one plan of shared memory. No public call uses them yet.
+one plan of shared memory.
 
 A key that is normalised here is never rounded in between: products take the key as given, and its
 inverse length scales their rows or columns in float32.
