@@ -46,3 +46,7 @@ FUZZ64 = 1e-8
 # Gradients where lambda0 no longer regularises: M of the first D tokens has cond(M) up to 1e4, and
 # a gradient its square. 2e-3 was measured, NaN or 1e7 before the lost tokens were solved again.
 SMALL_LAMBDA0_GRADIENT = 5e-3
+
+# The solve's kernels with 16-bit directions, root mean square: rows end at a residual of 3e-4,
+# which 1 / lambda0 amplifies, and products of the backward round to tf32 and bfloat16.
+MOSAIC_SOLVE_RMS = 5e-3
