@@ -239,9 +239,10 @@ def _solve_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
     for name in ("high", "low"):
         m.fetch(r[name].at[batch, head, chunk], r[name + "_tile"], ready)
     if gated:
-        m.fetch(r["total"].at[batch, head, here], r["total_vector"], ready)
+        for name in ("total_rows", "total_columns"):
+            m.fetch(r["total"].at[batch, head, here], r[name], ready)
     if weighted:
-        m.fetch(r["weight"].at[batch, head, here], r["weight_vector"], ready)
+        m.fetch(r["weight"].at[batch, head, here], r["weight_columns"], ready)
     lambda0 = r["lambda0"][batch, head]
     m.wait(ready)
 
@@ -253,11 +254,11 @@ def _solve_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
 
     totals = since = None
     if gated:
-        totals = tuple(m.load(r["total_vector"], x) for x in ("rows", "columns"))
+        totals = tuple(m.load(r["total_" + x], x) for x in ("rows", "columns"))
         since = jnp.exp2(totals[0])
     pairs = lower(m, m.full(square, 1.0), totals)
     if weighted:
-        pairs = pairs * m.across(m.load(r["weight_vector"], "columns"), square)
+        pairs = pairs * m.across(m.load(r["weight_columns"], "columns"), square)
     r["pairs_tile"][...] = pairs
 
     # Rows of size about 1, in two steps where one would leave the range of float32.
@@ -340,13 +341,14 @@ def _solve(s: _Shape, rhs, u, lambda0, high, low, total, weight, interpret):
         pairs_tile=tile((C, C), F32),
         solution_tile=tile((C, s.dim), F32),
         going=plain((2, C)),
-        ready=barrier(4 + (total is not None) + (weight is not None)),
+        ready=barrier(4 + 2 * (total is not None) + (weight is not None)),
     )
     if s.dim == 128:
         scratch["residual_tile"] = tile((C, s.dim), F32)
-    for name, x in (("total_vector", total), ("weight_vector", weight)):
-        if x is not None:
-            scratch[name] = plain((C,))
+    if total is not None:
+        scratch |= dict(total_rows=plain((C,)), total_columns=plain((C,)))
+    if weight is not None:
+        scratch["weight_columns"] = plain((C,))
     return backend.launch(
         functools.partial(_solve_kernel, s=s),
         name="vla_hopper_penalty_solve",
