@@ -264,7 +264,8 @@ def _solve_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
     # Rows of size about 1, in two steps where one would leave the range of float32.
     rhs = m.load(r["rhs_tile"]).astype(F32)
     largest = jnp.max(jnp.abs(rhs), axis=1)
-    first = jnp.where(largest < 2.0**-60, 2.0**64, jnp.where(largest > 2.0**60, 2.0**-64, 1.0))
+    first = jnp.where(largest > 2.0**60, F32(2.0**-64), 1.0)
+    first = jnp.where(largest < 2.0**-60, 2.0**64, first)
     usual = (largest > 0) & (largest < jnp.inf)
     second = 1 / jnp.where(usual, largest * first, 1.0)
     rhs = scale_by(second, scale_by(first, rhs))
@@ -289,7 +290,7 @@ def _solve_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
     r["solution_tile"][...] = m.zeros((C, s.dim))
     if kept:
         r["residual_tile"][...] = rhs
-    going = jnp.where(size > 0, 1.0, 0.0)
+    going = jnp.where(size > 0, F32(1), 0.0)
 
     def body(carry):
         i, _, going, direction, *residual = carry
