@@ -64,7 +64,9 @@ def make(
         validation.positive("chunk_size", chunk_size, integer=True)
     deciding = (getattr(bundle, name) for name in bundles.ARITHMETIC[type(bundle)])
     policy = numerics.policy(*deciding, precision=precision)
-    chosen = implementations.choose(implementation, bundle, chunk_size, variant.inverse)
+    chosen = implementations.choose(
+        implementation, bundle, chunk_size, variant.inverse, policy.requested
+    )
     return Plan(chosen, policy, chunk_size, variant)
 
 

@@ -82,6 +82,11 @@ def serves(plan: planning.Plan, primitive: type) -> bool:
     return primitive in implementations.module(plan.implementation).RULES
 
 
+def normalizes(plan: planning.Plan) -> bool:
+    """Whether the parts of a recurrence with gates take 16-bit arrays, and keys as given."""
+    return getattr(implementations.module(plan.implementation), "NORMALIZES", False)
+
+
 def run(plan: planning.Plan, inputs: Any) -> Any:
     """The outputs of one primitive, differentiable, on checked arrays; wide where the state is."""
     rule = implementations.module(plan.implementation).RULES[type(inputs)]
