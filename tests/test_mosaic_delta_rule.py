@@ -11,7 +11,11 @@ import pytest
 import support
 import tolerances
 
+from vla_jax import numerics, pallas, reference
+from vla_jax.bundles import Delta, DeltaOutputs
+from vla_jax.pallas import common, mosaic
 from vla_jax.pallas.mosaic import backend, delta_rule
+from vla_jax.plan import Plan, Variant
 
 BF16 = jnp.bfloat16
 ON_DEVICE = jax.default_backend() == "gpu"
@@ -199,3 +203,76 @@ def test_refuses_what_it_cannot_do():
         forward(call | dict(key=call["key"].astype(jnp.float32)))
     with pytest.raises(NotImplementedError, match="value dimension must be 64 or 128, got 48"):
         forward(call | dict(value=call["value"][..., :48]))
+
+
+# --- as implementation="pallas" ----------------------------------------------------------------
+
+
+def test_the_rule_of_the_primitive(monkeypatch):
+    """Write keys in float32, keys normalised inside: the cotangent of the key as given."""
+    if not ON_DEVICE:
+        monkeypatch.setenv(common.INTERPRET, "1")
+    call = draw(1, 64, 1, 1, 64, 64, unit=False)
+    write_key = call["write_key"].astype(jnp.float32) + call["rest"].astype(jnp.float32)
+    inputs = Delta(
+        call["query"], call["key"], write_key, call["value"], call["memory"], None,
+        call["log_decay"],
+    )  # fmt: skip
+    plan = Plan("pallas", numerics.policy(inputs.query), variant=Variant(normalize_key=True))
+    rule = mosaic.RULES[Delta]
+    outputs, saved = rule.forward(plan, inputs)
+    gradients = rule.backward(plan, inputs, saved, DeltaOutputs(call["d_out"], call["d_memory"]))
+
+    def recurrence(inputs):
+        unit = inputs._replace(key=numerics.normalize(inputs.key))
+        return reference.RULES[Delta].forward(plan, unit)[0]
+
+    with jax.enable_x64(True):
+        given = inputs._replace(
+            **{n: wide(x) for n, x in inputs._asdict().items() if x is not None}
+        )
+        expected, pull = jax.vjp(recurrence, given)
+        wanted = pull(DeltaOutputs(wide(call["d_out"]), wide(call["d_memory"])))[0]
+    tolerance = tolerances.BFLOAT16_RMS
+    for name in ("out", "memory"):
+        support.assert_rms_close(getattr(outputs, name), getattr(expected, name), tolerance, name)
+    for name, x in inputs._asdict().items():
+        if x is not None:
+            actual = getattr(gradients, name)
+            support.assert_rms_close(actual, getattr(wanted, name), tolerance, "d " + name)
+    assert gradients.write_key.dtype == jnp.float32
+
+
+def test_who_is_served(monkeypatch):
+    """Hopper, bfloat16, 64 and 128: the delta rule, with decay; all else goes to Triton or none."""
+
+    def bundle(dtype=BF16, write_dtype=BF16, dim=64, value_dim=64, gated=True):
+        x = jnp.zeros((1, 4, 1, dim), dtype)
+        return Delta(
+            x, x, x.astype(write_dtype), jnp.zeros((1, 4, 1, value_dim), dtype),
+            jnp.zeros((1, 1, dim, value_dim)), None, jnp.zeros((1, 4, 1)) if gated else None,
+        )  # fmt: skip
+
+    class Device:
+        compute_capability = "9.0"
+
+    monkeypatch.delenv(common.INTERPRET, raising=False)
+    monkeypatch.setattr(common, "gpu", lambda: Device)
+    monkeypatch.setattr(backend, "FIRST_JAX", (0, 0))
+    assert pallas.unsupported(bundle(), None) is None
+    assert pallas.normalizes(bundle(write_dtype=jnp.float32), None)
+    assert not pallas.normalizes(bundle(gated=False), jax.lax.Precision.HIGHEST)
+    for wrong, reason in (
+        (bundle(dtype=jnp.float32), "query is float32"),
+        (bundle(dim=32), "query has 32 features"),
+        (bundle(write_dtype=jnp.float16), "write_key is float16"),
+    ):
+        assert reason in mosaic.unsupported(wrong)
+        refused = pallas.unsupported(wrong, None)
+        assert reason in refused
+        assert "triton: its kernels have no log_decay" in refused
+    Device.compute_capability = "10.0"
+    assert "10.0 is not 9.0 (Hopper)" in mosaic.unsupported(bundle())
+    assert pallas.unsupported(bundle(gated=False), None) is None  # Triton
+    monkeypatch.setattr(backend, "FIRST_JAX", (99,))
+    assert "need jax 99" in mosaic.unsupported(bundle())

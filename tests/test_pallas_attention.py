@@ -18,9 +18,10 @@ from support import (
 from tolerances import REORDERED32
 
 import vla_jax
-from vla_jax import implementations, pallas
+from vla_jax import implementations, numerics, pallas
 from vla_jax.bundles import Attention
 from vla_jax.pallas import common
+from vla_jax.plan import Plan
 
 
 @pytest.fixture(autouse=True)
@@ -165,7 +166,7 @@ def test_without_the_back_end(monkeypatch):
     with pytest.raises(NotImplementedError, match=f"triton: .*{missing}"):
         implementations.choose("pallas", bundle, None)
     with pytest.raises(NotImplementedError, match=missing):
-        pallas.RULES[Attention].forward(None, bundle)
+        pallas.RULES[Attention].forward(Plan("pallas", numerics.policy(x)), bundle)
     monkeypatch.setattr(implementations, "not_on_gpus", lambda arrays: None)
     assert implementations.choose(None, bundle, None) == "xla"
 
@@ -177,9 +178,10 @@ def test_without_the_back_end(monkeypatch):
         pallas.unsupported(bundle, None)
 
 
-def test_reasons_of_every_family_are_given(monkeypatch):
+def test_reasons_of_every_family_are_given():
     x = jnp.ones((1, 1, 1, 300))
     bundle = Attention(x, x, x, None, jnp.ones(1), x, x, x)
-    monkeypatch.setattr(pallas, "FAMILIES", {"one": pallas.FAMILIES["triton"]} | pallas.FAMILIES)
-    reason = "a head dimension of 300 is above 256"
-    assert pallas.unsupported(bundle, None) == f"one: {reason}; triton: {reason}"
+    reasons = (
+        "mosaic: query is float32; bfloat16 is served; triton: a head dimension of 300 is above 256"
+    )
+    assert pallas.unsupported(bundle, None) == reasons

@@ -52,3 +52,6 @@ SMALL_LAMBDA0_GRADIENT = 5e-3
 # and .01, D = 5. Of the read-out's ratio the derivative by the decay is left out: numerator and key
 # sum decay alike, and where they cancel (1e-4 of terms of 1) its relative error is 5e-3.
 GATED32 = {1e3: 5e-5, 0.1: 5e-5, 0.01: 1e-3}
+# The solve's kernels with 16-bit directions, root mean square: rows end at a residual of 3e-4,
+# which 1 / lambda0 amplifies, and products of the backward round to tf32 and bfloat16.
+MOSAIC_SOLVE_RMS = 5e-3

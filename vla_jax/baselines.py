@@ -384,9 +384,8 @@ def gated_delta_net(
     """
     t = _tokens(query, key, value, segment_ids, mask)
     state = t.initial(initial_state, *_readout(readout, eps, t))
-    unit_key = t.unit_key
-    out, memory = primitives.delta_rule(
-        t.query, unit_key, _weighted(unit_key, t.gate("beta", beta)), t.value,
+    out, memory = primitives.unit_delta_rule(
+        t.query, t.key, t.value, t.gate("beta", beta),
         log_decay=t.gate("log_decay", log_decay), initial_memory=state.memory,
         segment_ids=t.segment_ids, chunk_size=chunk_size, implementation=implementation,
         precision=precision,

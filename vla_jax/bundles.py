@@ -149,6 +149,14 @@ def needs_gates(bundle: Bundle) -> bool:
     return grouped(bundle) or bool(gates(bundle))
 
 
+def ungated(bundle: Bundle | Step, inverse: str = "write") -> str | None:
+    """Why kernels without gates cannot serve the bundle; None if they can."""
+    given = list(gates(bundle))
+    given += ["inverse='read'"] if inverse == "read" else []
+    given += ["grouped right-hand sides"] if grouped(bundle) else []
+    return f"its kernels have no {' and no '.join(given)}" if given else None
+
+
 def grouped(bundle: Bundle | Step) -> bool:
     """Whether it is a solve with several right-hand sides a head."""
     return isinstance(bundle, Solve) and bundle.rhs.shape[2] != bundle.direction.shape[2]

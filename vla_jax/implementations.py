@@ -26,7 +26,9 @@ MODULES = {
 NAMES = tuple(MODULES)
 BEST = ("pallas", "xla")  # what ``implementation=None`` tries, in this order
 STEPS = ("xla", "pallas")  # those of a decoding step
-GATED = ("reference", "xla", "associative")  # with weights, decay and the inverse at the read
+# Those that have weights, decay and the inverse at the read always. Another that has them for some
+# arrays says by ``unsupported_gates`` for which, given why kernels without gates cannot.
+GATED = ("reference", "xla", "associative")
 
 
 class Rule(NamedTuple):
@@ -60,7 +62,13 @@ def module(name: str) -> Any:
     return importlib.import_module(MODULES[name])
 
 
-def choose(name: Any, bundle: Any, chunk_size: int | None, inverse: str = "write") -> str:
+def choose(
+    name: Any,
+    bundle: Any,
+    chunk_size: int | None,
+    inverse: str = "write",
+    precision: Any = None,
+) -> str:
     """The implementation for these arrays: the one named or, for None, the first that serves.
 
     Raises:
@@ -68,9 +76,11 @@ def choose(name: Any, bundle: Any, chunk_size: int | None, inverse: str = "write
       NotImplementedError: if the one named cannot serve, with every reason.
     """
     if name is None:
-        return next(n for n in BEST if _passed_over(n, bundle, chunk_size, inverse) is None)
+        return next(
+            n for n in BEST if _passed_over(n, bundle, chunk_size, inverse, precision) is None
+        )
     validation.choice("implementation", name, NAMES)
-    reason = _unsupported(name, bundle, chunk_size, inverse)
+    reason = _unsupported(name, bundle, chunk_size, inverse, precision)
     if reason is not None:
         operation = bundles.OPERATIONS[type(bundle)]
         raise NotImplementedError(f"implementation={name!r} cannot serve {operation}: {reason}")
@@ -90,17 +100,19 @@ def choose_step(name: Any, step: Any, inverse: str) -> str:
     return choose(name, step, None, inverse)
 
 
-def _unsupported(name: str, bundle: Any, chunk_size: int | None, inverse: str) -> str | None:
-    if name not in GATED:
-        given = list(bundles.gates(bundle))
-        given += ["inverse='read'"] if inverse == "read" else []
-        given += ["grouped right-hand sides"] if bundles.grouped(bundle) else []
-        if given:
-            return f"its kernels have no {' and no '.join(given)}"
-    return module(name).unsupported(bundle, chunk_size)
+def _unsupported(
+    name: str, bundle: Any, chunk_size: int | None, inverse: str, precision: Any
+) -> str | None:
+    reason = None if name in GATED else bundles.ungated(bundle, inverse)
+    if reason is None:
+        return module(name).unsupported(bundle, chunk_size)
+    gates = getattr(module(name), "unsupported_gates", None)
+    return reason if gates is None else gates(bundle, chunk_size, precision, reason)
 
 
-def _passed_over(name: str, bundle: Any, chunk_size: int | None, inverse: str) -> str | None:
+def _passed_over(
+    name: str, bundle: Any, chunk_size: int | None, inverse: str, precision: Any
+) -> str | None:
     """Why ``implementation=None`` is not this one; None if it may be."""
     if name == "pallas":
         if chunk_size is not None:
@@ -108,7 +120,7 @@ def _passed_over(name: str, bundle: Any, chunk_size: int | None, inverse: str) -
         reason = not_on_gpus(list(bundles.tokens(bundle).values()))
         if reason is not None:
             return reason
-    return _unsupported(name, bundle, chunk_size, inverse)
+    return _unsupported(name, bundle, chunk_size, inverse, precision)
 
 
 def not_on_gpus(arrays: list[Any]) -> str | None:

@@ -152,7 +152,8 @@ def checked_tokens(
             f"implementation={config.implementation!r} needs a number for T, got {x.shape[1]}: "
             "export a symbolic T with implementation=None, 'xla' or 'reference'"
         )
-    segment_ids, mask = validation.segments(segment_ids, mask, *x.shape[:2], axis_name)
+    batch, length, _ = x.shape
+    segment_ids, mask = validation.segments(segment_ids, mask, batch, length, axis_name)
     x = x.astype(_compute_dtype(config, params, x))
     return numerics.masked(x, mask), mask, segment_ids  # first of all: padding may hold NaN
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Literal
 
@@ -181,13 +182,16 @@ def solved(plan: Plan, inputs: Attention) -> tuple[Delta, Array]:
     """
     unit_key = numerics.normalize(inputs.key.astype(plan.policy.accumulator))
     at_read = plan.variant.inverse == "read"
+    # The delta rule's and the solve's own dtypes, or those of the arguments.
+    narrow = primitives.normalizes(plan)
+    dtype = inputs.key.dtype if narrow else unit_key.dtype
     direction = inputs.direction
     if direction is None:
-        direction = numerics.penalty_direction(unit_key, plan.variant.inverse)
+        direction = numerics.penalty_direction(unit_key, plan.variant.inverse).astype(dtype)
     solution, penalty = primitives.run(
         plan,
         Solve(
-            inputs.query.astype(unit_key.dtype) if at_read else unit_key,
+            inputs.query.astype(dtype) if at_read else unit_key,
             direction,
             inputs.lambda0,
             inputs.penalty,
@@ -197,9 +201,9 @@ def solved(plan: Plan, inputs: Attention) -> tuple[Delta, Array]:
         ),
     )
     if at_read:
-        query, key, write_key = solution, jnp.zeros_like(unit_key), unit_key
+        query, key, write_key = solution.astype(dtype), jnp.zeros(unit_key.shape, dtype), unit_key
     else:
-        query, key = inputs.query, unit_key
+        query, key = inputs.query, inputs.key if narrow else unit_key
         write_key = numerics.apply_write_gain(solution, unit_key, plan.variant.write_gain)
     delta = Delta(
         query,
@@ -253,6 +257,9 @@ def _attention(plan, inputs, mask):
         out, *state = primitives.run(plan, inputs)
         return out.astype(inputs.query.dtype), _with_empty_cache(VLAState(*state))
     delta, penalty = solved(plan, inputs)
+    if primitives.normalizes(plan):
+        variant = dataclasses.replace(plan.variant, normalize_key=True)
+        plan = dataclasses.replace(plan, variant=variant)
     out, memory = primitives.run(plan, delta)
     out, key_sum = weigh(plan, inputs, out)
     return out, _with_empty_cache(VLAState(memory, penalty, key_sum))

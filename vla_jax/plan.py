@@ -22,13 +22,15 @@ from vla_jax.types import INVERSES, READOUTS, WRITE_GAINS, Array, DTypeLike, VLA
 class Variant:
     """The options of the recurrence that change its result (``docs/derivation.md``, variants).
 
-    With ``inverse="read"`` there is no write gain, which is None then, and no ratio.
+    With ``inverse="read"`` there is no write gain, which is None then, and no ratio. A delta rule
+    with ``normalize_key`` scales its keys to unit length itself.
     """
 
     write_gain: str | None = "unit"
     readout: str = "ratio"
     eps: float = 1e-6
     inverse: str = "write"
+    normalize_key: bool = False
 
 
 # The initial penalty where none is given: the published one, and MesaNet's.
@@ -62,7 +64,9 @@ def make(
         validation.positive("chunk_size", chunk_size, integer=True)
     deciding = (getattr(bundle, name) for name in bundles.ARITHMETIC[type(bundle)])
     policy = numerics.policy(*deciding, precision=precision)
-    chosen = implementations.choose(implementation, bundle, chunk_size, variant.inverse)
+    chosen = implementations.choose(
+        implementation, bundle, chunk_size, variant.inverse, policy.requested
+    )
     return Plan(chosen, policy, chunk_size, variant)
 
 
@@ -250,6 +254,24 @@ def delta_rule(
         gate("log_decay", log_decay, sizes),
     )
     return make(bundle, **options), bundle
+
+
+def unit_delta_rule(
+    query: Any, key: Any, value: Any, beta: Array | None, **options: Any
+) -> tuple[Plan, Delta]:
+    """``delta_rule`` with unit keys and the write key ``β k̂``, by kernels from the keys given.
+
+    Elsewhere the unit keys are wide: in 16 bits one could be longer than 1, and ``β = 2`` diverge.
+    """
+    dtype = numerics.accumulator_dtype(query.dtype, key.dtype, value.dtype)
+    unit_key = numerics.normalize(key.astype(dtype))
+    write_key = unit_key if beta is None else beta.astype(dtype)[..., None] * unit_key
+    plan, bundle = delta_rule(query, key, write_key, value, **options)
+    kernels = implementations.module("pallas") if plan.implementation == "pallas" else None
+    if kernels is not None and kernels.normalizes(bundle, plan.policy.requested):
+        chosen = dataclasses.replace(plan.variant, normalize_key=True)
+        return dataclasses.replace(plan, variant=chosen), bundle
+    return delta_rule(query, unit_key, write_key, value, **options)
 
 
 def attention(

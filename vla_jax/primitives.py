@@ -82,6 +82,11 @@ def serves(plan: planning.Plan, primitive: type) -> bool:
     return primitive in implementations.module(plan.implementation).RULES
 
 
+def normalizes(plan: planning.Plan) -> bool:
+    """Whether the parts of a recurrence with gates take 16-bit arrays, and keys as given."""
+    return getattr(implementations.module(plan.implementation), "NORMALIZES", False)
+
+
 def run(plan: planning.Plan, inputs: Any) -> Any:
     """The outputs of one primitive, differentiable, on checked arrays; wide where the state is."""
     rule = implementations.module(plan.implementation).RULES[type(inputs)]
@@ -232,3 +237,12 @@ def delta_rule(
             )
         )
     )  # fmt: skip
+
+
+@first_order_only
+def unit_delta_rule(
+    query: Array, key: Array, value: Array, beta: Array | None, **options: Any
+) -> tuple[Array, Array]:
+    """``delta_rule`` with the unit keys of ``key`` and the write key ``β k̂``, β ``[B, T, H]``."""
+    options = dict(chunk_size=None, implementation=None, precision=None) | options
+    return tuple(_jitted(*planning.unit_delta_rule(query, key, value, beta, **options)))

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import decay, implementations, numerics, ops, primitives
+from vla_jax import bundles, decay, implementations, numerics, ops, primitives
 from vla_jax import plan as planning
 from vla_jax.bundles import Attention, Delta
 from vla_jax.plan import Plan
@@ -329,6 +329,13 @@ def context_parallel_attention(
 
 
 def _checked(*arrays: Any, implementation: Any, **options: Any) -> tuple[Any, Any, Any]:
+    gated = options["inverse"] == "read" or any(options[n] is not None for n in bundles.GATES[1:])
+    if gated and implementation in (None, "pallas"):
+        if implementation is not None:
+            raise NotImplementedError(
+                "implementation='pallas' has no gates over several devices; use None or 'xla'"
+            )
+        implementation = "xla"
     if implementation == "triton":
         raise NotImplementedError(
             "implementation='triton' has no parts to run over several devices; use None, "

@@ -85,7 +85,15 @@ def _split(x: Array) -> tuple[Array, ...]:
     return high, x - high
 
 
-class _Matrices(NamedTuple):
+class Pulled(NamedTuple):
+    """Cotangents of a block's directions ``[N, B, H, C, D]``, and of its gates ``[..., C, 1]``."""
+
+    direction: Array
+    weight: Array
+    log_decay: Array
+
+
+class Matrices(NamedTuple):
     """``M_t = λ₀ I + exp(g_t) P_c + Σ_{s≤t} Γ[t, s] β_s u_s u_sᵀ`` of all tokens of a block."""
 
     u: Array  # [N, B, H, C, D]
@@ -98,7 +106,7 @@ class _Matrices(NamedTuple):
     def of(
         cls, u: Array, weight: Array | None, log_decay: Array, carry: tuple[Array, Array],
         lambda0: Array, policy: numerics.Policy, running_sum: RunningSum,
-    ) -> tuple[_Matrices, tuple[Array, Array]]:  # fmt: skip
+    ) -> tuple[Matrices, tuple[Array, Array]]:  # fmt: skip
         """From the penalty and its rest before the block; also those after it."""
         decay = Decay.of(log_decay)
         weighted = u if weight is None else weight * u
@@ -150,6 +158,37 @@ class _Matrices(NamedTuple):
                 self.product(policy), self.preconditioner(policy), rhs, _coarse(policy)
             )
         return solution * scale, report
+
+    def pull(self, x: Array, y: Array, later: Array, policy: numerics.Policy) -> Pulled:
+        """Equations (39) and (40) within chunks.
+
+        Args:
+          x, y: the solution and that of its cotangent, ``[N, B, H, G, C, D]``.
+          later: R, the symmetric cotangent of the penalty from behind each chunk.
+          policy: of the products.
+        """
+        dot, decay, u, weight = policy.dot, self.decay, self.u, self.weight
+        u_later = dot("...td,...de->...te", u, later)
+        x_u, y_u = (dot("nbhgsd,nbhtd->nbhgst", part, u) for part in (x, y))
+        pulled = decay.until * u_later
+        within = decay.within[:, :, :, None]
+        for overlap, part in ((x_u, y), (y_u, x)):
+            pulled = pulled - dot("nbhgst,nbhgsd->nbhtd", overlap * within, part) / 2
+
+        x_start = dot("nbhgtd,nbhde->nbhgte", x, self.starts)
+        y_since = decay.since[:, :, :, None] * y
+        to_end = decay.until * jnp.sum(u * u_later, axis=-1, keepdims=True)
+        d_log_decay = crossing(
+            -jnp.tril(self.pairs, -1) * jnp.sum(x_u * y_u, axis=3),
+            -jnp.sum(y_since * x_start, axis=(3, -1))[..., None],
+            to_end if weight is None else weight * to_end,
+            decay.total * jnp.sum(later * self.starts, axis=(-2, -1), keepdims=True),
+        )
+        return Pulled(
+            2 * pulled if weight is None else 2 * weight * pulled,
+            jnp.sum(u * pulled, axis=-1, keepdims=True),
+            d_log_decay,
+        )
 
     def _direct(self, rhs: Array) -> Array:
         """By Cholesky, one chunk after the other: a D×D matrix for each of its tokens at a time."""
@@ -259,8 +298,8 @@ def _gates(plan: Plan, inputs: Solve) -> tuple[Array, ...]:
 def _block(
     plan: Plan, lambda0: Array, running_sum: RunningSum, carry: Any, u: Array, log_decay: Array,
     weight: Array | None = None,
-) -> tuple[_Matrices, Any]:  # fmt: skip
-    return _Matrices.of(u, weight, log_decay, carry, lambda0, plan.policy, running_sum)
+) -> tuple[Matrices, Any]:  # fmt: skip
+    return Matrices.of(u, weight, log_decay, carry, lambda0, plan.policy, running_sum)
 
 
 def _grouped(x: Array, u: Array) -> Array:
@@ -344,33 +383,18 @@ def backward(
     def step(carry, chunks, _, start):
         d_solution, x, *gates = chunks
         m, _ = _block(plan, inputs.lambda0, running_sum, start, *gates)
-        decay, u, weight = m.decay, m.u, m.weight
-        x, d_solution = (_grouped(part, u) for part in (x, d_solution))
+        x, d_solution = (_grouped(part, m.u) for part in (x, d_solution))
         y, _ = m.solve(d_solution, plan.policy)
 
-        y_since = decay.since[:, :, :, None] * y
+        y_since = m.decay.since[:, :, :, None] * y
         outer = -dot("nbhgtd,nbhgte->nbhde", y_since, x)
-        later, carry = running_sum(numerics.symmetrize(outer), decay.log_total, carry, reverse=True)
-        u_later = dot("...td,...de->...te", u, later)
-        x_u, y_u = (dot("nbhgsd,nbhtd->nbhgst", part, u) for part in (x, y))
-        pulled = decay.until * u_later
-        within = decay.within[:, :, :, None]
-        for overlap, part in ((x_u, y), (y_u, x)):
-            pulled = pulled - dot("nbhgst,nbhgsd->nbhtd", overlap * within, part) / 2
-        d_weight = jnp.sum(u * pulled, axis=-1, keepdims=True)
-        d_direction = 2 * pulled if weight is None else 2 * weight * pulled
-
-        x_start = dot("nbhgtd,nbhde->nbhgte", x, m.starts)
-        to_end = decay.until * jnp.sum(u * u_later, axis=-1, keepdims=True)
-        d_log_decay = crossing(
-            -jnp.tril(m.pairs, -1) * jnp.sum(x_u * y_u, axis=3),
-            -jnp.sum(y_since * x_start, axis=(3, -1))[..., None],
-            to_end if weight is None else weight * to_end,
-            decay.total * jnp.sum(later * m.starts, axis=(-2, -1), keepdims=True),
+        later, carry = running_sum(
+            numerics.symmetrize(outer), m.decay.log_total, carry, reverse=True
         )
-        gradients = [_ungrouped(y), d_direction, d_log_decay]
-        if weight is not None:
-            gradients.append(d_weight)
+        pulled = m.pull(x, y, later, plan.policy)
+        gradients = [_ungrouped(y), pulled.direction, pulled.log_decay]
+        if m.weight is not None:
+            gradients.append(pulled.weight)
         return carry, gradients, -jnp.sum(x * y, axis=(0, 1, 3, 4, 5))
 
     later = numerics.symmetrize(cotangents.penalty)

@@ -99,10 +99,14 @@ class Machine:
         """``vector[j]`` in every row of column j."""
         return lax.broadcast_in_dim(vector, shape, [1])
 
+    def full(self, shape, value: float) -> Array:
+        """A float32 tile of one value."""
+        x = jnp.full(shape, value, jnp.float32)
+        return x if self.interpreted else plgpu.layout_cast(x, self._layout("tile"))
+
     def zeros(self, shape) -> Array:
         """A tile of zeros."""
-        x = jnp.zeros(shape, jnp.float32)
-        return x if self.interpreted else plgpu.layout_cast(x, self._layout("tile"))
+        return self.full(shape, 0)
 
     def index(self, size: int, layout: str) -> Array:
         """``0 … size − 1`` as a vector."""

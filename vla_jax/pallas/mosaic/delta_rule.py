@@ -20,7 +20,7 @@ memory in registers, is that of FlashQLA and of ``jax-linear-attention``; the de
 write key, resets as positions and the direct cotangent of the decay are of this library.)
 
 One file, because the four kernels share one layout of chunks, blocks and decays, and the launches
-one plan of shared memory. No public call uses them yet.
+one plan of shared memory.
 
 A key that is normalised here is never rounded in between: products take the key as given, and its
 inverse length scales their rows or columns in float32.
@@ -29,7 +29,6 @@ inverse length scales their rows or columns in float32.
 from __future__ import annotations
 
 import functools
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -38,14 +37,27 @@ from jax.experimental import pallas as pl
 
 from vla_jax.pallas.mosaic import backend
 from vla_jax.pallas.mosaic.backend import BLOCK, PAD, Machine, barrier, plain, tile
+from vla_jax.pallas.mosaic.chunks import (
+    BF16,
+    F32,
+    FLOOR,
+    LOG2E,
+    RESET,
+    C,
+    below,
+    log_decays,
+    lower,
+    padded,
+    pieces_of,
+    places,
+    rem,
+    segment_starts,
+    split,
+    upper,
+)  # fmt: skip
 from vla_jax.types import Array
 
-C = 64  # tokens of a chunk
 WIDTH = 64  # value columns of a sweep's program, key columns of the cotangents' program
-FLOOR = -160.0  # log2 of the least decay of a token; 2 to this is zero in float32
-RESET = -111.0  # a log decay from here on is below FLOOR: it forgets everything
-LOG2E = math.log2(math.e)
-F32, BF16 = jnp.float32, jnp.bfloat16
 
 
 class Residuals(NamedTuple):
@@ -84,53 +96,6 @@ class _Shape(NamedTuple):
         return self.value_dim // WIDTH
 
 
-def _places(m: Machine) -> tuple[Array, Array]:
-    """The row and the column of every entry of a square, as vectors that are spread.
-
-    Behind a barrier, so that loops do not carry masks of a square in registers.
-    """
-    square = (C, C)
-    row, column = lax.optimization_barrier((m.index(C, "rows"), m.index(C, "columns")))
-    return m.down(row, square), m.across(column, square)
-
-
-def _lower(m: Machine, x: Array, totals=None) -> Array:
-    """``Γ ∘ x`` with t along rows and s along columns; ``totals`` along both, None: no decay."""
-    row, column = _places(m)
-    if totals is None:
-        return jnp.where(row >= column, x, 0.0)
-    exponent = m.down(totals[0], x.shape) - m.across(totals[1], x.shape)
-    return x * jnp.exp2(jnp.where(row >= column, exponent, -jnp.inf))
-
-
-def _upper(m: Machine, x: Array, totals=None) -> Array:
-    """``Γᵀ ∘ x``: the tokens of columns (t) come after those of rows (s)."""
-    row, column = _places(m)
-    if totals is None:
-        return jnp.where(column >= row, x, 0.0)
-    exponent = m.across(totals[1], x.shape) - m.down(totals[0], x.shape)
-    return x * jnp.exp2(jnp.where(column >= row, exponent, -jnp.inf))
-
-
-def _below(m: Machine, x: Array) -> Array:
-    """What is below the diagonal."""
-    row, column = _places(m)
-    return jnp.where(row > column, x, 0.0)
-
-
-def _rem(index: Array, size: int) -> Array:
-    return lax.rem(index, index.dtype.type(size))
-
-
-def _split(index: Array, *sizes: int) -> tuple[Array, ...]:
-    """``index`` as digits, the last size the fastest."""
-    digits: list[Array] = []
-    for size in reversed(sizes[1:]):
-        digits.append(_rem(index, size))
-        index = lax.div(index, index.dtype.type(size))
-    return (index, *reversed(digits))
-
-
 def _stages(count: int, stage: int, fixed: int) -> int:
     """How many chunks' inputs are on their way or in use: what fits, at most ``count``."""
     return max(min(count, (backend.SHARED - fixed - 4096) // stage), 1)
@@ -151,7 +116,7 @@ def _running(m: Machine, log_decay) -> Array:
 
     ``FLOOR`` a token is enough: what is 160 doublings apart is zero, so that resets need no masks.
     """
-    row, column = _places(m)
+    row, column = places(m)
     g = jnp.maximum(m.load(log_decay, "columns") * LOG2E, FLOOR)
     return jnp.sum(jnp.where(row >= column, m.across(g, (C, C)), 0.0), axis=1)
 
@@ -159,7 +124,7 @@ def _running(m: Machine, log_decay) -> Array:
 def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int):
     del warpgroup
     gated, normalize = "log_decay" in r, "norm" in r
-    batch, block, head = _split(program, s.batch, s.chunks // run, s.heads)
+    batch, block, head = split(program, s.batch, s.chunks // run, s.heads)
     square = (C, C)
 
     def fetch(n, slot):
@@ -172,7 +137,7 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int):
             m.fetch(r["log_decay"].at[batch, head, here], r["decays"].at[slot], ready)
 
     def chunk(n):
-        slot = _rem(n, 2)
+        slot = rem(n, 2)
         here = pl.ds((block * run + n) * C, C)
         m.wait(r["ready"].at[slot])
 
@@ -183,7 +148,7 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int):
 
         keys = r["key_tile"].at[slot]
         writes = [r[x].at[slot] for x in ("write_tile", "rest_tile") if x in r]
-        lower = m.product(*((keys, m.turned(a)) for a in writes))
+        triangle = m.product(*((keys, m.turned(a)) for a in writes))
         m.sent(0, read=True)  # what the chunk before left in the vectors and in ``operand_tile``
         if normalize:
             k = m.load(keys).astype(F32)
@@ -193,23 +158,23 @@ def _invert_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, run: int):
             k = k * m.down(inverse, k.shape)
             norm = jnp.where(known, lax.rsqrt(jnp.sum(k * k, axis=1)) * inverse, 0.0)
             r["norm_vector"][...] = norm
-            lower = lower * m.down(norm, square)
+            triangle = triangle * m.down(norm, square)
         if gated:
             total = _running(m, r["decays"].at[slot])
             r["total_vector"][...] = total
             m.commit()
-            lower = _lower(m, lower, (total, m.load(r["total_vector"], "columns")))
-        lower = _below(m, lower)
-        x = m.block_inverses(lower, r["buffer"])
+            triangle = lower(m, triangle, (total, m.load(r["total_vector"], "columns")))
+        triangle = below(m, triangle)
+        x = m.block_inverses(triangle, r["buffer"])
         # Blocks of 16, 32 and 64 by the highest bit in which row and column differ.
-        row, column = _places(m)
+        row, column = places(m)
         apart = row ^ column
         x = jnp.where(apart < BLOCK, x, 0.0)
         for size in (BLOCK, 2 * BLOCK):
             corner = (apart >= size) if size == 2 * BLOCK else (apart >= size) & (apart < 2 * size)
             r["operand_tile"][...] = x.astype(BF16)
             m.commit()
-            link = m.product((jnp.where(corner, lower, 0.0).astype(BF16), r["operand_tile"]))
+            link = m.product((jnp.where(corner, triangle, 0.0).astype(BF16), r["operand_tile"]))
             r["operand_tile"][...] = link.astype(BF16)
             m.commit()
             x = x - m.product((x.astype(BF16), r["operand_tile"]))
@@ -267,7 +232,7 @@ def _invert(s: _Shape, key, write, rest, log_decay, normalize, interpret):
 
 
 def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, depth: int):
-    batch, piece, head, block = _split(program, s.batch, s.pieces, s.heads, s.blocks)
+    batch, piece, head, block = split(program, s.batch, s.pieces, s.heads, s.blocks)
     columns = pl.ds(block * WIDTH, WIDTH)
     first = piece * s.span
     start = batch * s.pieces + piece
@@ -297,7 +262,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
 
         @pl.loop(0, s.span)
         def _(n):
-            slot = _rem(n, stages)
+            slot = rem(n, stages)
 
             @pl.when(n >= stages)
             def _():
@@ -309,7 +274,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
                 @pl.loop(0, s.groups)
                 def _(g):
                     step = n * s.groups + g
-                    place = _rem(step, depth)
+                    place = rem(step, depth)
 
                     @pl.when(step >= depth)
                     def _():
@@ -334,7 +299,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             memory = m.zeros((WIDTH, s.dim))
 
         def step(n, memory):
-            slot, half = _rem(n, stages), _rem(n, 2)
+            slot, half = rem(n, stages), rem(n, 2)
             m.wait(r["ready"].at[slot])
             keys, inverse = r["key_tile"].at[slot], r["inverse_tile"].at[slot]
             rounded = memory.astype(BF16)
@@ -405,7 +370,7 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
 
         @pl.loop(0, s.span)
         def _(n):
-            slot, half = _rem(n, stages), _rem(n, 2)
+            slot, half = rem(n, stages), rem(n, 2)
             m.wait(r["ready"].at[slot])
             writes = r["write_tile"].at[slot]
             totals = None
@@ -418,10 +383,10 @@ def _sweep_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, 
             @pl.loop(0, s.groups)
             def _(g):
                 step = n * s.groups + g
-                place, side = _rem(step, depth), _rem(step, 2)
+                place, side = rem(step, depth), rem(step, 2)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
-                scores = _lower(m, m.product((query, m.turned(writes))), totals).astype(BF16)
+                scores = lower(m, m.product((query, m.turned(writes))), totals).astype(BF16)
 
                 @pl.when(g == 0)
                 def _():
@@ -526,7 +491,7 @@ def _sweep(
 
 
 def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, depth: int):
-    batch, piece, head, block = _split(program, s.batch, s.pieces, s.heads, s.blocks)
+    batch, piece, head, block = split(program, s.batch, s.pieces, s.heads, s.blocks)
     columns = pl.ds(block * WIDTH, WIDTH)
     start = batch * s.pieces + piece
     gated, normalize, save = "total" in r, "norm" in r, "ends" in r
@@ -544,7 +509,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
 
         @pl.loop(0, s.span)
         def _(n):
-            slot = _rem(n, stages)
+            slot = rem(n, stages)
             here, ready = tokens(n), r["ready"].at[slot]
 
             @pl.when(n >= stages)
@@ -564,7 +529,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
             @pl.loop(0, s.groups)
             def _(g):
                 step = n * s.groups + g
-                place = _rem(step, depth)
+                place = rem(step, depth)
 
                 @pl.when(step >= depth)
                 def _():
@@ -586,7 +551,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
         m.registers(232, more=True)
 
         def step(n, ends):
-            slot, half = _rem(n, stages), _rem(n, 2)
+            slot, half = rem(n, stages), rem(n, 2)
             m.wait(r["ready"].at[slot])
             rounded = ends.astype(BF16)
             if save:
@@ -603,7 +568,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
                 ends = ends * jnp.exp2(end)
 
             def add(g, ends):
-                place = _rem(n * s.groups + g, depth)
+                place = rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
                 d_out = m.load(m.turned(r["d_out_tile"].at[place]))
                 if gated:
@@ -645,7 +610,7 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
 
         @pl.loop(0, s.span)
         def _(n):
-            slot, half = _rem(n, stages), _rem(n, 2)
+            slot, half = rem(n, stages), rem(n, 2)
             m.wait(r["ready"].at[slot])
             totals = None
             if gated:
@@ -655,11 +620,11 @@ def _back_kernel(m: Machine, r, program, warpgroup, *, s: _Shape, stages: int, d
                 )
 
             def add(g, pull):
-                place = _rem(n * s.groups + g, depth)
+                place = rem(n * s.groups + g, depth)
                 m.wait(r["query_ready"].at[place])
                 query = r["query_tile"].at[place]
                 scores = m.product((r["write_tile"].at[slot], m.turned(query)))
-                scores = _upper(m, scores, totals).astype(BF16)
+                scores = upper(m, scores, totals).astype(BF16)
                 pull = m.product((scores, r["d_out_tile"].at[place]), init=pull)
                 m.arrive(r["query_free"].at[place])
                 return pull
@@ -752,7 +717,7 @@ def _back(
 def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
     del warpgroup
     gated, normalize = "total" in r, "norm" in r
-    batch, n, head, part = _split(program, s.batch, s.chunks, s.heads, s.dim // WIDTH)
+    batch, n, head, part = split(program, s.batch, s.chunks, s.heads, s.dim // WIDTH)
     here, columns = pl.ds(n * C, C), pl.ds(part * WIDTH, WIDTH)
     square = (C, C)
     first = pl.ds(0, C)  # where a wider tile holds a square
@@ -806,7 +771,7 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
         d_query = since_start(m.product((d_out, r["starts_tile"])))
         if gated:
             source = source + along(d_query, query)
-        scores = _lower(m, m.product((d_out, m.turned(r["residual_tile"]))), totals())
+        scores = lower(m, m.product((d_out, m.turned(r["residual_tile"]))), totals())
         low = scores.astype(BF16)
         d_query = m.product((low, write), init=d_query).astype(BF16)
         d_out.at[:, first][...] = low
@@ -854,9 +819,9 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
     if gated:
         r["sink_columns"][...] = along(carried, write)
     d_write = d_write + carried
-    triangle = _below(m, m.product((d_value, m.turned(residual))))
+    triangle = below(m, m.product((d_value, m.turned(residual))))
     if gated:
-        triangle = _lower(m, triangle, totals())
+        triangle = lower(m, triangle, totals())
     d_key = since_start(m.product((d_value, r["starts_tile"])))
     if gated:
         r["source_columns"][...] = source - _scaled(along(d_key, key), norm())
@@ -890,12 +855,12 @@ def _grads_kernel(m: Machine, r, program, warpgroup, *, s: _Shape):
             kept = x if kept is None else kept + x
         r["kept_columns"][...] = kept * jnp.exp2(r["total_columns"][C - 1])
         m.commit()
-        row, column = _places(m)
+        row, column = places(m)
         later = jnp.where(column >= row, 1.0, 0.0).astype(BF16)
         total = m.product((later, residual.at[:, first]))
         total = total + m.across(m.load(r["sink_columns"], "columns"), square)
         ends = m.across(m.load(r["source_columns"], "columns"), square)
-        row, column = _places(m)
+        row, column = places(m)
         total = jnp.where(column < row, total, ends)
         total = total + m.across(m.load(r["kept_columns"], "columns"), square)
         r["decay_rows"][...] = jnp.sum(total, axis=1)
@@ -965,11 +930,6 @@ def _grads(s: _Shape, query, key, write, norm, total, d_out, res, back, write_dt
 # --- the primitive -----------------------------------------------------------------------------
 
 
-FILL = 132  # programs of a sweep that fill the device
-MIN_PIECES = 4  # fewer do not pay for the two further sweeps that cutting a sequence costs
-MIN_SPAN = 16  # fewest chunks of a piece
-
-
 class _Call(NamedTuple):
     """One call: its sizes, and how its arrays are padded to whole chunks and pieces."""
 
@@ -978,9 +938,7 @@ class _Call(NamedTuple):
 
     def tokens(self, x: Array | None) -> Array | None:
         """``[B, T, …]`` padded with zeros."""
-        if x is None or not self.pad:
-            return x
-        return jnp.pad(x, ((0, 0), (0, self.pad), *((0, 0),) * (x.ndim - 2)))
+        return padded(x, self.pad)
 
     def state(self, x: Array | None) -> Array | None:
         """``[B, H, D, E]`` transposed, float32."""
@@ -988,26 +946,7 @@ class _Call(NamedTuple):
 
     def decay(self, log_decay: Array | None, segment_ids: Array | None) -> Array | None:
         """``[B, H, T]`` float32, with the starts of segments as resets."""
-        if log_decay is None and segment_ids is None:
-            return None
-        s = self.shape
-        if log_decay is None:
-            log_decay = jnp.zeros((s.batch, s.length - self.pad, s.heads), F32)
-        log_decay = log_decay.astype(F32)
-        if segment_ids is not None:
-            log_decay = jnp.where(_starts(segment_ids), RESET, log_decay)
-        return jnp.swapaxes(self.tokens(log_decay), 1, 2)
-
-
-def _starts(segment_ids: Array) -> Array:
-    change = segment_ids[:, 1:] != segment_ids[:, :-1]
-    return jnp.pad(change, ((0, 0), (1, 0)))[:, :, None]
-
-
-def _pieces(programs: int, chunks: int) -> int:
-    """In how many pieces a sequence is cut: one, unless programs are far too few."""
-    count = min(FILL // programs, chunks // MIN_SPAN)
-    return 1 << (count.bit_length() - 1) if count >= MIN_PIECES else 1
+        return log_decays(log_decay, segment_ids, self.shape.heads, self.pad)
 
 
 def _call(query, key, value, pieces) -> _Call:
@@ -1020,7 +959,7 @@ def _call(query, key, value, pieces) -> _Call:
         if x.dtype != BF16:
             raise NotImplementedError(f"{name} must be bfloat16, got {x.dtype}")
     if pieces is None:
-        pieces = _pieces(batch * heads * value_dim // WIDTH, -(-length // C))
+        pieces = pieces_of(batch * heads * value_dim // WIDTH, -(-length // C))
     pad = -length % (C * pieces)
     groups = query.shape[2] // heads
     return _Call(_Shape(batch, length + pad, heads, groups, dim, value_dim, pieces), pad)
@@ -1211,7 +1150,7 @@ def backward(
         d_log_decay = jnp.swapaxes(jnp.sum(grads["d_decay"], axis=0), 1, 2)[:, :length]
         resets = log_decay <= RESET
         if segment_ids is not None:
-            resets |= _starts(segment_ids)
+            resets |= segment_starts(segment_ids)
         d_log_decay = jnp.where(resets, 0.0, d_log_decay)
     d_initial = swept["d_initial"].reshape(s.batch, s.pieces, *swept["d_initial"].shape[1:])[:, 0]
     return (

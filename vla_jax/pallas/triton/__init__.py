@@ -14,9 +14,15 @@ from vla_jax.pallas import common
 from vla_jax.pallas.triton import attention, decode, delta_rule, penalty_solve
 from vla_jax.plan import Plan
 
+NORMALIZES = False  # a delta rule takes keys as they are
 
-def unsupported(bundle: Any) -> str | None:
+
+def unsupported(bundle: Any, precision: Any = None) -> str | None:
     """Why these kernels cannot serve these arrays here, or None."""
+    del precision  # any is served
+    reason = bundles.ungated(bundle)
+    if reason is not None:
+        return reason
     if isinstance(bundle, Step):
         return decode.unsupported(bundle)
     tokens = bundles.tokens(bundle).values()
