@@ -84,6 +84,7 @@ def _delta_forward(plan: Plan, inputs: Delta) -> tuple[DeltaOutputs, Any]:
         pieces=1 if partitioning.several() else None,
         **options,
     )
+    common.check_elements("delta_rule", (inputs, residuals))
     return DeltaOutputs(out, memory), residuals
 
 
@@ -120,6 +121,7 @@ def _solve_options() -> dict[str, Any]:
 
 def _solve_forward(plan: Plan, inputs: Solve) -> tuple[SolveOutputs, Any]:
     solution, penalty, saved = penalty_solve.forward(inputs, **_solve_options())
+    common.check_elements("penalty_solve", (inputs, saved))
     return SolveOutputs(solution, penalty), saved
 
 
