@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 import vla_jax
-from vla_jax import numerics, pallas
+from vla_jax import numerics
 from vla_jax.bundles import Attention, Delta, Solve, Step
-from vla_jax.pallas import common
+from vla_jax.pallas import common, triton
 from vla_jax.plan import Plan, Variant
 
 SOLVE = ("gram", "prefix", "invert", "factor", "apply", "apply_backward", "gram_backward", "du")
@@ -47,7 +47,7 @@ def arrays(kind, dtype, dim, length, segments):
 
 def kernels(bundle, variant=Variant()):  # noqa: B008
     """The names of the kernels in the program of values and cotangents, lowered for an H200."""
-    rule = pallas.RULES[type(bundle)]
+    rule = triton.RULES[type(bundle)]
 
     def run(bundle):
         plan = Plan("pallas", numerics.policy(*bundle[:2]), variant=variant)

@@ -3,6 +3,8 @@
 ``JAX_PLATFORMS=cuda`` on a Hopper GPU compiles and runs them instead of interpreting.
 """
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,8 +13,8 @@ import pytest
 import support
 import tolerances
 
-from vla_jax import numerics, pallas, reference
-from vla_jax.bundles import Delta, DeltaOutputs
+from vla_jax import implementations, numerics, pallas, reference
+from vla_jax.bundles import Attention, Delta, DeltaOutputs
 from vla_jax.pallas import common, mosaic
 from vla_jax.pallas.mosaic import backend, delta_rule
 from vla_jax.plan import Plan, Variant
@@ -271,6 +273,20 @@ def test_who_is_served(monkeypatch):
         refused = pallas.unsupported(wrong, None)
         assert reason in refused
         assert "triton: its kernels have no log_decay" in refused
+    token, matrix = jnp.zeros((1, 4, 1, 64), BF16), jnp.zeros((1, 1, 64, 64))
+    whole = Attention(token, token, token, None, jnp.ones(1), matrix, matrix, jnp.zeros((1, 1, 64)))
+    assert "the one with gates" in mosaic.unsupported(whole)
+    for gated, inverse in ((whole, "read"), (whole._replace(beta=jnp.ones((1, 4, 1))), "write")):
+        assert implementations.choose("pallas", gated, None, inverse) == "pallas"
+        with pytest.raises(NotImplementedError, match="precision is HIGHEST"):
+            implementations.choose("pallas", gated, None, inverse, jax.lax.Precision.HIGHEST)
+    assert pallas.unsupported(whole, None) is None  # Triton
+    plan = Plan("pallas", numerics.policy(token))
+    for kind, served in ((whole, "triton"), (bundle(), "mosaic")):
+        assert (
+            pallas._rule(plan, kind)
+            is importlib.import_module(pallas.FAMILIES[served]).RULES[type(kind)]
+        )
     Device.compute_capability = "10.0"
     assert "10.0 is not 9.0 (Hopper)" in mosaic.unsupported(bundle())
     assert pallas.unsupported(bundle(gated=False), None) is None  # Triton

@@ -27,7 +27,7 @@ NAMES = tuple(MODULES)
 BEST = ("pallas", "xla")  # what ``implementation=None`` tries, in this order
 STEPS = ("xla", "pallas")  # those of a decoding step
 # Those that have weights, decay and the inverse at the read always. Another that has them for some
-# arrays says by ``unsupported_gates`` for which, given why kernels without gates cannot.
+# arrays says by ``unsupported_gates`` why not.
 GATED = ("reference", "xla", "associative")
 
 
@@ -107,7 +107,7 @@ def _unsupported(
     if reason is None:
         return module(name).unsupported(bundle, chunk_size)
     gates = getattr(module(name), "unsupported_gates", None)
-    return reason if gates is None else gates(bundle, chunk_size, precision, reason)
+    return reason if gates is None else gates(bundle, chunk_size, precision, inverse)
 
 
 def _passed_over(

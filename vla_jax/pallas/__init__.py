@@ -1,6 +1,6 @@
 """``implementation="pallas"``: kernels written in Pallas, a family of them for each back end.
 
-A family is a module with ``unsupported(bundle, precision)`` and ``RULES``, as an implementation is,
+A family is a module with ``unsupported(bundle, precision, inverse)`` and ``RULES``, as an implementation is,
 and ``NORMALIZES``: whether its delta rule can scale keys to unit length itself. It is
 imported when it is asked for: Pallas's back ends come and go with versions of JAX.
 """
@@ -8,10 +8,8 @@ imported when it is asked for: Pallas's back ends come and go with versions of J
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
 from typing import Any
 
-from vla_jax import bundles
 from vla_jax.bundles import OPERATIONS, Attention, Delta, Solve, Step
 from vla_jax.implementations import Rule
 from vla_jax.pallas.common import export_checks
@@ -26,28 +24,18 @@ NORMALIZES = True
 FAMILIES = {"mosaic": "vla_jax.pallas.mosaic", "triton": "vla_jax.pallas.triton"}
 
 
-def unsupported(bundle: Any, chunk_size: int | None, precision: Any = None) -> str | None:
+def unsupported(bundle: Any, chunk_size: int | None) -> str | None:
     """Why no kernels can serve these arrays here, with every family's reason; None if some can."""
-    if chunk_size is not None:
-        return f"chunk_size must be None: tiles come from tables of parameters; got {chunk_size}"
-    return _choose(bundle, precision)[1]
+    return unsupported_gates(bundle, chunk_size, None, "write")
 
 
 def unsupported_gates(
-    bundle: Any, chunk_size: int | None, precision: Any, reason: str
+    bundle: Any, chunk_size: int | None, precision: Any, inverse: str
 ) -> str | None:
-    """As ``unsupported``, of arrays with gates or the inverse at the read.
-
-    Args:
-      reason: why kernels without gates cannot serve them.
-    """
-    if isinstance(bundle, Step):
-        return reason
-    if bundles.needs_gates(bundle):
-        return unsupported(bundle, chunk_size, precision)
-    # The inverse at the read, which the arrays do not show: only Mosaic has its solve.
-    found = _choose(bundle, precision, ["mosaic"])[1]
-    return None if found is None else f"{found}; triton: {reason}"
+    """As ``unsupported``, of arrays that may have gates or the inverse at the read."""
+    if chunk_size is not None:
+        return f"chunk_size must be None: tiles come from tables of parameters; got {chunk_size}"
+    return _choose(bundle, precision, inverse)[1]
 
 
 def normalizes(bundle: Any, precision: Any) -> bool:
@@ -56,13 +44,10 @@ def normalizes(bundle: Any, precision: Any) -> bool:
     return family is not None and family.NORMALIZES
 
 
-def _choose(
-    bundle: Any, precision: Any = None, families: Iterable[str] = FAMILIES
-) -> tuple[Any, str | None]:
+def _choose(bundle: Any, precision: Any, inverse: str = "write") -> tuple[Any, str | None]:
     """The family that serves, or why none does."""
     reasons = []
-    for name in families:
-        module = FAMILIES[name]
+    for name, module in FAMILIES.items():
         try:
             family = importlib.import_module(module)
         except ImportError as error:
@@ -70,7 +55,7 @@ def _choose(
                 raise
             reasons.append(f"{name}: this version of JAX has no {error.name}")
             continue
-        reason = family.unsupported(bundle, precision)
+        reason = family.unsupported(bundle, precision, inverse)
         if reason is None:
             return family, None
         reasons.append(f"{name}: {reason}")

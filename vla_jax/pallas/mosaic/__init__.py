@@ -24,15 +24,16 @@ WIDE = ("rhs", "write_key")  # what may be float32 too
 NORMALIZES = True  # a delta rule takes keys as given and scales them
 
 
-def unsupported(bundle: Any, precision: Any = None) -> str | None:
+def unsupported(bundle: Any, precision: Any = None, inverse: str = "write") -> str | None:
     """Why these kernels cannot serve these arrays here, or None.
 
     Of ``Attention`` it is that with gates, or with the inverse at the read, by its parts.
     """
     if isinstance(bundle, Step):
         return "no kernels of vla_step"
-    if isinstance(bundle, Solve) and not bundles.needs_gates(bundle):
-        return "its solve is the one with gates"
+    gated = bundles.needs_gates(bundle) or inverse == "read"
+    if not (gated or isinstance(bundle, Delta)):
+        return f"its {bundles.OPERATIONS[type(bundle)]} is the one with gates"
     for name, x in bundles.tokens(bundle).items():
         served = (jnp.bfloat16, jnp.float32) if name in WIDE else (jnp.bfloat16,)
         if x.dtype not in served:

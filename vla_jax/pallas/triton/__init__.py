@@ -17,10 +17,10 @@ from vla_jax.plan import Plan
 NORMALIZES = False  # a delta rule takes keys as they are
 
 
-def unsupported(bundle: Any, precision: Any = None) -> str | None:
+def unsupported(bundle: Any, precision: Any = None, inverse: str = "write") -> str | None:
     """Why these kernels cannot serve these arrays here, or None."""
     del precision  # any is served
-    reason = bundles.ungated(bundle)
+    reason = bundles.ungated(bundle, inverse)
     if reason is not None:
         return reason
     if isinstance(bundle, Step):
