@@ -1,7 +1,7 @@
 """``implementation="pallas"``: kernels written in Pallas, a family of them for each back end.
 
-A family is a module with ``unsupported(bundle, precision, inverse)`` and ``RULES``, as an implementation is,
-and ``NORMALIZES``: whether its delta rule can scale keys to unit length itself. It is
+A family is a module with ``RULES``, as an implementation is, ``unsupported(bundle, precision,
+inverse)``, and ``NORMALIZES``: whether its delta rule can scale keys to unit length itself. It is
 imported when it is asked for: Pallas's back ends come and go with versions of JAX.
 """
 
