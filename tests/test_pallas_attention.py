@@ -181,6 +181,6 @@ def test_without_the_back_end(monkeypatch):
 def test_reasons_of_every_family_are_given():
     x = jnp.ones((1, 1, 1, 300))
     bundle = Attention(x, x, x, None, jnp.ones(1), x, x, x)
-    reasons = "mosaic: its vla_attention is the one with gates; "
-        "triton: a head dimension of 300 is above 256"
+    mosaic = "mosaic: its vla_attention is the one with gates"
+    reasons = f"{mosaic}; triton: a head dimension of 300 is above 256"
     assert pallas.unsupported(bundle, None) == reasons
