@@ -214,7 +214,8 @@ def solved(plan: Plan, inputs: Attention) -> tuple[Delta, Array]:
         inputs.segment_ids,
         inputs.log_decay,
     )
-    return delta, penalty
+    # Inside jax.shard_map the zeros vary over nothing, and their cotangent over all that others do.
+    return numerics.varying_alike(delta), penalty
 
 
 def weighted(x: Array, beta: Array | None) -> Array:
