@@ -17,7 +17,7 @@ from vla_jax import implementations, numerics, pallas, reference
 from vla_jax.bundles import Attention, Delta, DeltaOutputs
 from vla_jax.pallas import common, mosaic
 from vla_jax.pallas.mosaic import backend, delta_rule
-from vla_jax.plan import Plan, Variant
+from vla_jax.plan import Plan
 
 BF16 = jnp.bfloat16
 ON_DEVICE = jax.default_backend() == "gpu"
@@ -220,7 +220,7 @@ def test_the_rule_of_the_primitive(monkeypatch):
         call["query"], call["key"], write_key, call["value"], call["memory"], None,
         call["log_decay"],
     )  # fmt: skip
-    plan = Plan("pallas", numerics.policy(inputs.query), variant=Variant(normalize_key=True))
+    plan = Plan("pallas", numerics.policy(inputs.query), normalize_key=True)
     rule = mosaic.RULES[Delta]
     outputs, saved = rule.forward(plan, inputs)
     gradients = rule.backward(plan, inputs, saved, DeltaOutputs(call["d_out"], call["d_memory"]))

@@ -337,14 +337,10 @@ def mesa_net(
         lambda0=lambda0, weight=beta, initial_penalty=state.penalty, **options,
     )  # fmt: skip
     out, memory = primitives.delta_rule(
-        solution, jnp.zeros_like(unit_key), _weighted(unit_key, beta), t.value,
+        solution, jnp.zeros_like(unit_key), numerics.weighted(unit_key, beta), t.value,
         initial_memory=state.memory, **options,
     )  # fmt: skip
     return _finish(out, t, BaselineState(memory, penalty=penalty), "none", 1, return_state)
-
-
-def _weighted(unit_key: Array, beta: Array | None) -> Array:
-    return unit_key if beta is None else beta[..., None] * unit_key
 
 
 @meshes.explicit(AXES["out"])

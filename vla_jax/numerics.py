@@ -332,6 +332,11 @@ def unresolved(half: Array, matrix: Array, ulps: int = RESOLVED_ULPS) -> Array:
     return ~jnp.all(pivot >= ulps * float(jnp.finfo(matrix.dtype).eps), axis=-1)
 
 
+def weighted(x: Array, beta: Array | None) -> Array:
+    """``β x`` for ``x [B, T, H, D]`` and ``beta [B, T, H]``; None is 1."""
+    return x if beta is None else beta.astype(x.dtype)[..., None] * x
+
+
 def known_solve(matrix: Array, inverse: Array, rhs: Array) -> Array:
     """``M⁻¹`` times each row of ``rhs [..., G, D]``, by the inverse that is known already.
 

@@ -208,7 +208,7 @@ def solved(plan: Plan, inputs: Attention) -> tuple[Delta, Array]:
     delta = Delta(
         query,
         key,
-        weighted(write_key, inputs.beta),
+        numerics.weighted(write_key, inputs.beta),
         inputs.value,
         inputs.memory,
         inputs.segment_ids,
@@ -216,11 +216,6 @@ def solved(plan: Plan, inputs: Attention) -> tuple[Delta, Array]:
     )
     # Inside jax.shard_map the zeros vary over nothing, and their cotangent over all that others do.
     return numerics.varying_alike(delta), penalty
-
-
-def weighted(x: Array, beta: Array | None) -> Array:
-    """``β x`` for ``x [B, T, H, D]`` and ``beta [B, T, H]``; None is 1."""
-    return x if beta is None else beta.astype(x.dtype)[..., None] * x
 
 
 def weigh(plan: Plan, inputs: Attention, out: Array) -> tuple[Array, Array]:
@@ -241,7 +236,7 @@ def weigh(plan: Plan, inputs: Attention, out: Array) -> tuple[Array, Array]:
 
     key = inputs.key
     if inputs.beta is not None:
-        key = weighted(key.astype(plan.policy.accumulator), inputs.beta)
+        key = numerics.weighted(key.astype(plan.policy.accumulator), inputs.beta)
     weight, key_sum = weights(inputs.query, key, inputs.key_sum, inputs.log_decay)
     if plan.variant.readout == "ratio":
         out = out / jnp.maximum(weight, plan.variant.eps)[..., None]
@@ -259,8 +254,7 @@ def _attention(plan, inputs, mask):
         return out.astype(inputs.query.dtype), _with_empty_cache(VLAState(*state))
     delta, penalty = solved(plan, inputs)
     if primitives.normalizes(plan):
-        variant = dataclasses.replace(plan.variant, normalize_key=True)
-        plan = dataclasses.replace(plan, variant=variant)
+        plan = dataclasses.replace(plan, normalize_key=True)
     out, memory = primitives.run(plan, delta)
     out, key_sum = weigh(plan, inputs, out)
     return out, _with_empty_cache(VLAState(memory, penalty, key_sum))

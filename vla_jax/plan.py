@@ -22,15 +22,13 @@ from vla_jax.types import INVERSES, READOUTS, WRITE_GAINS, Array, DTypeLike, VLA
 class Variant:
     """The options of the recurrence that change its result (``docs/derivation.md``, variants).
 
-    With ``inverse="read"`` there is no write gain, which is None then, and no ratio. A delta rule
-    with ``normalize_key`` scales its keys to unit length itself.
+    With ``inverse="read"`` there is no write gain, which is None then, and no ratio.
     """
 
     write_gain: str | None = "unit"
     readout: str = "ratio"
     eps: float = 1e-6
     inverse: str = "write"
-    normalize_key: bool = False
 
 
 # The initial penalty where none is given: the published one, and MesaNet's.
@@ -45,6 +43,7 @@ class Plan:
     policy: numerics.Policy
     chunk_size: int | None = None
     variant: Variant = Variant()
+    normalize_key: bool = False  # by the delta rule itself, which gets them as they are
 
 
 def make(
@@ -265,12 +264,11 @@ def unit_delta_rule(
     """
     dtype = numerics.accumulator_dtype(query.dtype, key.dtype, value.dtype)
     unit_key = numerics.normalize(key.astype(dtype))
-    write_key = unit_key if beta is None else beta.astype(dtype)[..., None] * unit_key
+    write_key = numerics.weighted(unit_key, beta)
     plan, bundle = delta_rule(query, key, write_key, value, **options)
-    kernels = implementations.module("pallas") if plan.implementation == "pallas" else None
-    if kernels is not None and kernels.normalizes(bundle, plan.policy.requested):
-        chosen = dataclasses.replace(plan.variant, normalize_key=True)
-        return dataclasses.replace(plan, variant=chosen), bundle
+    normalizes = getattr(implementations.module(plan.implementation), "normalizes", None)
+    if normalizes is not None and normalizes(bundle, plan.policy.requested):
+        return dataclasses.replace(plan, normalize_key=True), bundle
     return delta_rule(query, unit_key, write_key, value, **options)
 
 

@@ -149,7 +149,7 @@ def _passing(
     if inputs.log_decay is None:
 
         def until(x):
-            x = x if inputs.beta is None else ops.weighted(x.astype(dtype), inputs.beta)
+            x = x if inputs.beta is None else numerics.weighted(x.astype(dtype), inputs.beta)
             return _last_segment(x, segment_ids)
 
         return joins, keep, until
@@ -158,7 +158,7 @@ def _passing(
     total = jnp.exp(behind[:, 0, :, 0])
     left = jnp.exp(jnp.pad(behind[:, 1:], ((0, 0), (0, 1), (0, 0), (0, 0))))
     keep = total if joins is None else jnp.where(joins[:, None], total, 0)
-    return joins, keep, lambda x: left * ops.weighted(x.astype(dtype), inputs.beta)
+    return joins, keep, lambda x: left * numerics.weighted(x.astype(dtype), inputs.beta)
 
 
 def _last_segment(x: Array, segment_ids: Array | None) -> Array:

@@ -79,7 +79,7 @@ def _delta_forward(plan: Plan, inputs: Delta) -> tuple[DeltaOutputs, Any]:
     options = _delta_options(inputs)
     out, memory, residuals = delta_rule.forward(
         initial_memory=inputs.memory,
-        normalize_key=plan.variant.normalize_key,
+        normalize_key=plan.normalize_key,
         solve_rest=options["write_rest"] is not None,
         # Of several devices each would cut a sequence as its own batch and heads want it.
         pieces=1 if partitioning.several() else None,
@@ -97,7 +97,7 @@ def _delta_backward(plan: Plan, inputs: Delta, residuals: Any, cotangents: Delta
         write_dtype=inputs.write_key.dtype,
         **_delta_options(inputs),
     )
-    if plan.variant.normalize_key:
+    if plan.normalize_key:
         d_key = _through_normalize(inputs.key, d_key)
     return inputs._replace(
         query=d_query,
