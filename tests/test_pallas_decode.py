@@ -13,7 +13,7 @@ from tolerances import REORDERED32
 
 import vla_jax
 from benchmarks import cases
-from vla_jax import pallas
+from vla_jax import numerics, pallas
 from vla_jax.bundles import Step
 from vla_jax.pallas import common
 from vla_jax.pallas.triton import decode
@@ -76,7 +76,8 @@ def test_step_equals_oracle():
     names = ("query", "key", "value", "direction")
     sequence = cast([np.moveaxis(call[n], 1, 0) for n in names], "float32")
     lambda0 = jnp.broadcast_to(jnp.float32(call["lambda0"]), 2)
-    plan, rule = Plan("pallas", None), pallas.RULES[Step]
+    plan = Plan("pallas", numerics.policy(*sequence))
+    rule = pallas.RULES[Step]
 
     def body(state, token):
         (out, state), _ = rule.forward(plan, Step(*token, lambda0, state))
