@@ -22,9 +22,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from commands import check_arguments
-from grid_report import save_figure, style
-from matplotlib.figure import Figure
-from rows import Row, Table
+from rows import Table
+from state_norm_report import plot, table
 
 import vla_jax
 from vla_jax import baselines, diagnostics, layer, numerics, ops, primitives
@@ -36,6 +35,9 @@ _OUT_DIR = flags.DEFINE_string("out_dir", None, "Where they are kept; runs/state
 HEADS, DIM, WIDTH, LAMBDA0 = 4, 32, 128, 0.1
 SEEDS = (0, 1, 2)
 CHUNK = 1000  # tokens of one call while streaming
+
+# What keeps the length that it comes with, in `amplification`; "unit" is VLA.
+LENGTHS = ("unit", "raw keys", "raw gains", "raw keys and gains")
 
 # Arms of the decomposition: from linear attention to VLA, one change at a time.
 NORM_ARMS = (
@@ -181,6 +183,43 @@ def _products(unit, gain):
 
     identity = jnp.broadcast_to(jnp.eye(DIM), (HEADS, DIM, DIM))
     return jax.lax.scan(step, identity, (unit, gain))[1]
+
+
+def amplification(
+    lengths: str, keys: str, u: str, seed: int, dim: int, length: int
+) -> dict[str, Any]:
+    """Steps ``I − k αᵀ`` where k and α need not have length 1, and the norm of their product.
+
+    Float64 NumPy, one head.
+
+    Args:
+      lengths: one of ``LENGTHS``: which of key and gain keep the length that they come with.
+      keys: ``"elu + 1"`` of normal numbers, or ``"normal"`` for these themselves.
+      u: ``"map"`` for a random one of the raw key, ``"key"`` for ``k̂ / √D``.
+      seed: of keys and map.
+      dim: D.
+      length: T.
+    """
+    rng = np.random.default_rng([seed, dim])
+    raw = rng.standard_normal((length, dim))
+    key = raw
+    if keys == "elu + 1":
+        key = np.where(raw > 0, raw + 1, np.exp(np.minimum(raw, 0)))
+    unit = key / np.linalg.norm(key, axis=1, keepdims=True)
+    direction = raw @ rng.standard_normal((dim, dim)) if u == "map" else unit
+    direction = direction / np.linalg.norm(direction, axis=1, keepdims=True) / math.sqrt(dim)
+    if lengths in ("raw keys", "raw keys and gains"):
+        unit = key
+    penalty, product, largest = LAMBDA0 * np.eye(dim), np.eye(dim), 0.0
+    for k, u_t in zip(unit, direction, strict=True):
+        penalty = penalty + np.outer(u_t, u_t)
+        gain = np.linalg.solve(penalty, k)
+        if lengths in ("unit", "raw keys"):
+            gain = gain / np.linalg.norm(gain)
+        step = np.eye(dim) - np.outer(k, gain)
+        largest = max(largest, float(np.linalg.norm(step, 2)))
+        product = product @ step
+    return {"largest": largest, "product_end": float(np.linalg.norm(product, 2))}
 
 
 def energy(direction: str, values: str, seed: int, length: int) -> dict[str, Any]:
@@ -389,6 +428,14 @@ def measurements(preset: str) -> Iterator[Measurement]:
                 for values in ("random", "zero"):
                     call = functools.partial(energy, direction, values, seed, length)
                     yield {"part": "energy", "values": values} | what, call
+            for dim in (DIM,) if small else (DIM, 96):
+                for keys in ("elu + 1", "normal"):
+                    for u in ("map", "key"):
+                        for lengths in LENGTHS:
+                            case: Any = (lengths, keys, u, seed, dim, 25)
+                            what = {"arm": lengths, "keys": keys, "u": u, "seed": seed, "dim": dim}
+                            call = functools.partial(amplification, *case)
+                            yield {"part": "amplification", "length": 25} | what, call
             long = length if small else 4000
             call = functools.partial(fading, seed, long)
             yield {"part": "fading", "arm": "learned", "seed": seed, "length": long}, call
@@ -434,142 +481,6 @@ def run(preset: str, out_dir: pathlib.Path) -> None:
     (out_dir / "table.md").write_text(text, "utf-8")
     print(text)
     plot(rows, out_dir / "state_norm.png")
-
-
-# --- report --------------------------------------------------------------------------------------
-
-
-def _select(rows: Sequence[Row], part: str) -> dict[str, list[Row]]:
-    """Rows of a part by arm and what else distinguishes them but the seed."""
-    chosen: dict[str, list[Row]] = {}
-    for row in rows:
-        if row["part"] == part:
-            extra = [str(row[n]) for n in ("values", "directions", "inputs", "angle") if n in row]
-            chosen.setdefault(", ".join([row["arm"], *extra]), []).append(row)
-    return chosen
-
-
-def _mean(rows: Sequence[Row], name: str) -> str:
-    return f"{np.mean([row[name] for row in rows]):.4g}"
-
-
-def _range(rows: Sequence[Row], name: str) -> str:
-    values = np.asarray([row[name] for row in rows])
-    low, high = values[:, 0].min(), values[:, -1].max()
-    middle = f"mean {values[:, 1].mean():.4f}, " if values.shape[1] == 3 else ""
-    return f"{middle}{low:.4f} to {high:.4f}"
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Markdown tables of what is there, means over the seeds."""
-    lines: list[str] = []
-
-    def add(title: str, head: Sequence[str], body: Sequence[Sequence[str]]) -> None:
-        if body:
-            lines.extend([f"**{title}**", "", "| " + " | ".join(head) + " |"])
-            lines.append("| " + " | ".join("---" for _ in head) + " |")
-            lines.extend("| " + " | ".join(row) + " |" for row in body)
-            lines.append("")
-
-    found = _select(rows, "norm")
-    add(
-        "Norm of the memory of one head at the last token",
-        ("arm", "norm", "largest on the way"),
-        [(arm, _mean(r, "norm"), _mean(r, "largest")) for arm, r in found.items()],
-    )
-    found = _select(rows, "jacobian")
-    names = ("alignment", "norm", "radius")
-    add(
-        "One step I − k̂ α̂ᵀ, and the product of all",
-        ("direction", "c = k̂·α̂", "spectral norm", "spectral radius", "peak", "at the end"),
-        [
-            (arm, *(_range(r, n) for n in names), _mean(r, "product_peak"), _mean(r, "product_end"))
-            for arm, r in found.items()
-        ],
-    )
-    found = _select(rows, "energy")
-    add(
-        "tr(S M Sᵀ)",
-        ("direction, values", "largest", "at the end", "steps that raise it, second half",
-         "largest rise"),
-        [
-            (arm, *(_mean(r, n) for n in ("largest", "end", "rises_in_second_half",
-                                          "largest_rise_in_second_half")))
-            for arm, r in found.items()
-        ],
-    )  # fmt: skip
-    body = []
-    for t in ("25", "512", "1000", "4000"):
-        fades = [r for r in _select(rows, "fading").get("learned", []) if t in r["variance"]]
-        if fades:
-            pair = [np.mean([r[n][t] for r in fades]) for n in ("variance", "layer_norm_gain")]
-            body.append((t, *(f"{x:.2g}" for x in pair)))
-    add("The ratio read-out fades", ("token", "variance", "gain of a LayerNorm, ε = 1e-5"), body)
-    found = _select(rows, "drift")
-    steps = list(dict.fromkeys(n for r in found.values() for n in r[0]["drift"]))
-    add(
-        "Drift of a float32 inverse",
-        ("method, directions", *(f"{int(n):,} tokens" for n in steps)),
-        [
-            (arm, *(f"{r[0]['drift'][n]:.1e}" if n in r[0]["drift"] else "" for n in steps))
-            for arm, r in found.items()
-        ],
-    )
-    found = _select(rows, "stream")
-    add(
-        "Streams",
-        ("arm, inputs", "tokens", "norm at the end", "largest"),
-        [
-            (arm, f"{r[0]['length']:,}", _mean(r, "norm"), _mean(r, "largest"))
-            for arm, r in found.items()
-        ],
-    )
-    body = []
-    for arm, r in _select(rows, "adversary").items():
-        curve = r[0]["curve"]
-        body.append((arm, *(f"{y:.4g} at {t:,}" for t, y in curve[:: max(1, len(curve) // 6)][1:])))
-        body[-1] = (arm, "; ".join(body[-1][1:]), _mean(r, "norm"))
-    add("A greedy adversary (values of norm √32)", ("direction", "norm", "at the end"), body)
-    add(
-        "Two keys at an angle, opposite unit values",
-        ("angle", "largest norm", "2 / angle"),
-        [
-            (str(r[0]["angle"]), _mean(r, "largest"), _mean(r, "two_over_angle"))
-            for r in _select(rows, "two keys").values()
-        ],
-    )
-    devices = ", ".join(sorted({row["device"] for row in rows}))
-    jax_versions = ", ".join(sorted({row["versions"]["jax"] for row in rows}))
-    seconds = sum(row["seconds"] for row in rows)
-    lines.append(f"Device: {devices}; jax {jax_versions}; {seconds:.0f} s in all.\n")
-    return "\n".join(lines)
-
-
-def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
-    """Four panels, each for what there is of it."""
-    figure = Figure(figsize=(11, 7.6), layout="constrained")
-    axes = figure.subplots(2, 2).flatten()
-    panels = (
-        ("norm", "norm of the memory, one head", "‖S‖", axes[0]),
-        ("jacobian", "product of the steps I − k̂ α̂ᵀ", "spectral norm", axes[1]),
-        ("energy", "tr(S M Sᵀ)", "tr(S M Sᵀ)", axes[2]),
-        ("stream", "streams, and a greedy adversary", "‖S‖", axes[3]),
-    )
-    for part, title, label, one in panels:
-        shown = [row for row in rows if row.get("inputs") != "independent"]
-        series = dict(_select(shown, part))
-        if part == "stream":
-            series |= {f"adversary, u {n}": r for n, r in _select(rows, "adversary").items()}
-        for i, (name, group) in enumerate(series.items()):
-            curves = np.asarray([row["curve"] for row in group])
-            x, y = curves[0, :, 0], curves[:, :, 1].mean(axis=0)
-            look = style(i) | {"markevery": max(1, len(x) // 8)}
-            one.plot(x, y, label=name, **look)
-        one.set(xlabel="token", ylabel=label, title=title, xscale="log", yscale="log")
-        one.grid(alpha=0.3)
-        if series:
-            one.legend(fontsize="x-small")
-    save_figure(figure, path)
 
 
 def main(argv: list[str]) -> None:

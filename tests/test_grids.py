@@ -424,6 +424,18 @@ def test_a_step_has_the_norm_that_the_closed_form_gives(state_norm):
     assert found["radius"][1] < 1.001
 
 
+def test_a_first_step_without_unit_lengths(state_norm):
+    """``M = λ₀ I + k̂ k̂ᵀ / D``, so that ``α = k / (λ₀ + 1 / D)`` and the step is symmetric."""
+    dim, lambda0 = 96, state_norm.LAMBDA0
+    key = np.random.default_rng([0, dim]).standard_normal(dim)
+    square = {"unit": 1, "raw keys": np.linalg.norm(key), "raw gains": 1 / (lambda0 + 1 / dim)}
+    square["raw keys and gains"] = key @ key / (lambda0 + 1 / dim)
+    for lengths in state_norm.LENGTHS:
+        found = state_norm.amplification(lengths, "normal", "key", 0, dim, 1)
+        for name in ("largest", "product_end"):
+            assert_close(found[name], max(1, abs(1 - square[lengths])), 1e-9, name)
+
+
 def test_refreshing_the_inverse_is_no_guard(state_norm):
     drift = [state_norm.drift(m, "random", 0, (200,))["drift"]["200"]
              for m in ("rank one", "refresh")]  # fmt: skip
