@@ -431,9 +431,9 @@ def measurements(preset: str) -> Iterator[Measurement]:
             for dim in (DIM,) if small else (DIM, 96):
                 for keys in ("elu + 1", "normal"):
                     for u in ("map", "key"):
-                        for lengths in LENGTHS:
-                            case: Any = (lengths, keys, u, seed, dim, 25)
-                            what = {"arm": lengths, "keys": keys, "u": u, "seed": seed, "dim": dim}
+                        for arm in LENGTHS:
+                            case: Any = (arm, keys, u, seed, dim, 25)
+                            what = {"arm": arm, "keys": keys, "u": u, "seed": seed, "dim": dim}
                             call = functools.partial(amplification, *case)
                             yield {"part": "amplification", "length": 25} | what, call
             long = length if small else 4000
