@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 from model import ModelConfig, parameter_count, with_parameter_count
 from training import TrainConfig
 
 _KEY: dict[str, Any] = {"mixer": "vla", "direction": "key", "readout": "none"}
+_GATED = _KEY | {"beta": True, "decay": True}
+_READ = _GATED | {"inverse": "read"}
 
 # The published method and its opponents, then one option at a time, then what is exact.
 ARMS: dict[str, dict[str, Any]] = {
-    "vla": {"mixer": "vla"},
+    "vla": {"mixer": "vla", "output_norm": "layer"},
     "deltanet": {"mixer": "deltanet"},
     "published_deltanet": {"mixer": "published_deltanet"},
     "softmax": {"mixer": "softmax"},
@@ -44,22 +47,35 @@ ARMS: dict[str, dict[str, Any]] = {
     "vla key silu no ratio": {"mixer": "vla_silu", "direction": "key", "readout": "none"},
     "vla beta": _KEY | {"beta": True},
     "vla decay": _KEY | {"decay": True},
-    "vla gated": _KEY | {"beta": True, "decay": True},
-    "vla gated read": _KEY | {"beta": True, "decay": True, "inverse": "read"},
+    "vla gated": _GATED,
+    "vla gated read": _READ,
     "vla read": _KEY | {"inverse": "read"},
     "gated_mesa": {"mixer": "gated_mesa"},
+    "vla gated projection": _GATED | {"write_gain": "projection"},
+    "vla gated rls": _GATED | {"write_gain": "rls"},
+    "vla silu gated read": _READ | {"mixer": "vla_silu"},
+    "vla gated read layer norm": _READ | {"output_norm": "layer"},
+    "hybrid": _READ | {"layers": ("vla", "vla", "vla", "softmax")},
 }
 
 
 def model_of(arm: str, match: bool = False, **sizes: Any) -> ModelConfig:
-    """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN."""
-    config = ModelConfig(**(sizes | ARMS[arm]))
+    """The model of an arm; with ``match`` it has as many parameters as ``"vla"``, by its FFN.
+
+    The ``layers`` of an arm are repeated to the number that the model has.
+    """
+    options = sizes | ARMS[arm]
+    if "layers" in options:
+        options["num_layers"] = options.get("num_layers", ModelConfig.num_layers)
+        repeated = itertools.cycle(options["layers"])
+        options["layers"] = tuple(itertools.islice(repeated, options["num_layers"]))
+    config = ModelConfig(**options)
     if not match:
         return config
     # All arms have the same embeddings, of which the difference does not depend.
-    small = sizes | {"vocab_size": 1, "max_length": None}
-    count = parameter_count(ModelConfig("vla", **small))
-    matched = with_parameter_count(ModelConfig(**(small | ARMS[arm])), count)
+    small = {"vocab_size": 1, "max_length": None}
+    count = parameter_count(ModelConfig("vla", **(sizes | small)))
+    matched = with_parameter_count(ModelConfig(**(options | small)), count)
     return dataclasses.replace(config, ffn_dim=matched.ffn_dim)
 
 

@@ -167,11 +167,15 @@ def append(path: str | os.PathLike[str], line: Any) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
+class InUse(ValueError):
+    """Another process has the folder."""
+
+
 class Lock:
     """Holds a folder for this process until it is released, or the process ends in any way.
 
     Raises:
-      ValueError: if another process, or another lock of this one, holds the folder.
+      InUse: if another process, or another lock of this one, holds the folder.
     """
 
     def __init__(self, path: pathlib.Path):
@@ -180,7 +184,7 @@ class Lock:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             os.close(handle)
-            raise ValueError(
+            raise InUse(
                 f"{path} is in use by another process: wait for it, or choose another directory"
             ) from error
         except OSError as error:  # some network file systems

@@ -200,6 +200,19 @@ def _draw(axes: Any, arm: str, x: Sequence[float], values: Sequence[Sequence[flo
     return axes.errorbar(x, mean, yerr=spread, capsize=2, **arm_style(arm))
 
 
+def label_ends(axes: Any, ends: Mapping[str, tuple[float, float]]) -> None:
+    """Names lines at their ends ``{arm: (x, y)}``, in their colours, no name over another."""
+    low, high = axes.get_ylim()
+    gap, below = 0.06 * (high - low), -np.inf
+    for arm, (x, y) in sorted(ends.items(), key=lambda item: item[1][1]):
+        below = max(y, below + gap)
+        axes.annotate(
+            arm, (x, y), (1.02, below), textcoords=axes.get_yaxis_transform(), fontsize="small",
+            va="center", color=arm_style(arm)["color"], annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": arm_style(arm)["color"], "linewidth": 0.5},
+        )  # fmt: skip
+
+
 def save_figure(figure: Figure, path: pathlib.Path) -> None:
     """Writes a plot as a PNG of 64 colours: a third of the size, to be kept beside the rows."""
     drawn = io.BytesIO()

@@ -20,7 +20,7 @@ from flax import nnx
 from jax.tree_util import Partial
 from model import Model, ModelConfig, ModelState
 from text import Split
-from training import TEST, Run, eval_step
+from training import TEST, TRAIN, Run, TrainConfig, batch, eval_step
 
 from vla_jax import serialization
 from vla_jax.files import replacing
@@ -60,11 +60,18 @@ class LanguageRun(Run):
     Attributes:
       test_bytes: held-out bytes of the reported bits per byte; 0 for all.
       contexts: lengths of context at which bits per byte are reported as well.
+
+    Raises:
+      ValueError: as ``Run``, and if the text is to be read once and has too few rows.
     """
 
     test_bytes = 0
     contexts: Sequence[int] = ()
     _events: Any = None
+
+    def __init__(self, task: Any, model: ModelConfig, config: TrainConfig, *args: Any, **kw: Any):
+        batch(task, config, TRAIN, config.steps - 1)  # is there text for all steps?
+        super().__init__(task, model, config, *args, **kw)
 
     def log_to_tensorboard(self) -> None:
         """Writes the metrics as TensorBoard events too, in ``tensorboard/``.
@@ -88,13 +95,11 @@ class LanguageRun(Run):
             self._events.close()
         super().close()
 
-    def train(self, progress: bool = True) -> dict[str, Any]:
-        """As in ``Run``; the log goes on from the checkpoint."""
+    def _advance(self, *args: Any) -> bool:
         self._metrics = self.out_dir / "metrics.jsonl"
-        if not self.finished:
-            with replacing(self._metrics) as temporary:
-                temporary.write_text("".join(json.dumps(p) + "\n" for p in self.history), "utf-8")
-        return super().train(progress)
+        with replacing(self._metrics) as temporary:  # the log goes on from the checkpoint
+            temporary.write_text("".join(json.dumps(p) + "\n" for p in self.history), "utf-8")
+        return super()._advance(*args)
 
     def _record(self, point: dict[str, float]) -> None:
         for name in [name for name in point if name.endswith("loss")]:

@@ -35,14 +35,45 @@ class Packed(NamedTuple):
 
 
 class Split:
-    """Documents one after the other, each behind a ``START``."""
+    """Documents one after the other, each behind a ``START``.
 
-    def __init__(self, documents: list[bytes], length: int):
-        self.documents, self.length = documents, length
+    Args:
+      documents: their bytes.
+      length: T, of a row.
+      once: whether ``batch`` gives no row twice.
+    """
+
+    def __init__(self, documents: list[bytes], length: int, once: bool = False):
+        self.documents, self.length, self.once = documents, length, once
         self.num_bytes = sum(map(len, documents))
         joined = b"".join(bytes([START]) + document for document in documents)
         self._bytes = np.frombuffer(joined, np.uint8)
         self._starts = np.cumsum([0, *(len(d) + 1 for d in documents)])[:-1]
+        self._orders: dict[int, np.ndarray] = {}
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that have no byte in common."""
+        return max((len(self._bytes) - 1) // self.length, 1)
+
+    def batch(self, seed: int, index: int, batch_size: int) -> Packed:
+        """Batch ``index`` of a pass over the rows, in an order that ``seed`` decides.
+
+        Raises:
+          ValueError: if the rows do not suffice.
+        """
+        rows = self._order(seed)[index * batch_size : (index + 1) * batch_size]
+        if len(rows) < batch_size:
+            raise ValueError(
+                f"one pass over {self.num_rows} rows is {self.num_rows // batch_size} batches of "
+                f"{batch_size}, asked for number {index + 1}"
+            )
+        return self._rows(rows * self.length)
+
+    def _order(self, seed: int) -> np.ndarray:
+        if seed not in self._orders:
+            self._orders = {seed: np.random.default_rng([seed]).permutation(self.num_rows)}
+        return self._orders[seed]
 
     def sample(self, rng: np.random.Generator, batch_size: int) -> Packed:
         """``batch_size`` rows from places drawn uniformly."""
@@ -99,14 +130,18 @@ class Split:
 class Text:
     """Predict the next byte of files.
 
-    A folder is split by file: the SHA-256 of a file's path in the folder decides, so a file stays
-    where it is whatever other files come and go. A single file is split by position.
+    A folder is split by file: the SHA-256 of a file's path in the folder decides (with ``once``,
+    of its content), so a file stays where it is whatever other files come and go. A single file is
+    split by position.
 
     Attributes:
       data: a file or a folder; ``""`` for the sources of Python's standard library.
       seq_len: bytes of a row, T.
       pattern: which files of a folder, as in ``pathlib.Path.rglob``; ``""`` for ``*`` (``*.py`` of
         the standard library). Hidden files, ``site-packages`` and ``__pycache__`` are left out.
+      once: whether no byte of the training files is read twice: rows are drawn without repetition,
+        files are split by their content, so that copies come to the same split, and of those one
+        is kept. A run can have no more steps than one pass.
       digest: SHA-256 of what was read, so that a run is not resumed on other data.
       train_bytes, validation_bytes, test_bytes: the sizes found.
 
@@ -117,6 +152,7 @@ class Text:
     data: str = ""
     seq_len: int = 256
     pattern: str = ""
+    once: bool = False
     digest: str = dataclasses.field(init=False, default="")
     train_bytes: int = dataclasses.field(init=False, default=0)
     validation_bytes: int = dataclasses.field(init=False, default=0)
@@ -130,7 +166,9 @@ class Text:
         for group in documents:
             for document in group:
                 digest.update(len(document).to_bytes(8, "big") + document)
-        splits = tuple(Split(group, self.seq_len) for group in documents)
+        splits = tuple(
+            Split(group, self.seq_len, self.once and i == 0) for i, group in enumerate(documents)
+        )
         for name, split in zip(SPLITS, splits, strict=True):
             if split.num_bytes < self.seq_len:
                 raise ValueError(
@@ -179,15 +217,17 @@ class Text:
         if not path.is_dir():
             raise ValueError(f"data must be a file or a folder, got {path}")
         pattern = self.pattern or ("*" if self.data else "*.py")
-        files = []
+        files: dict[bytes, pathlib.Path] = {}
         for file in path.rglob(pattern):
             name = file.relative_to(path)
             skipped = {"site-packages", "dist-packages", "__pycache__"} & set(name.parts)
-            if not skipped and not any(part.startswith(".") for part in name.parts):
-                files.append((hashlib.sha256(os.fsencode(name.as_posix())).digest(), file))
+            if skipped or any(part.startswith(".") for part in name.parts) or not file.is_file():
+                continue
+            key = file.read_bytes() if self.once else os.fsencode(name.as_posix())
+            files[hashlib.sha256(key).digest()] = file
         documents: list[list[bytes]] = [[], [], []]
-        for digest, file in sorted(files):  # in the order of the digests: shuffled, always alike
-            if file.is_file() and (data := file.read_bytes()):
+        for digest, file in sorted(files.items()):  # by the digests: shuffled, always alike
+            if data := file.read_bytes():
                 place = int.from_bytes(digest[:8], "big") % 100
                 documents[2 if place < _HELD_OUT else 1 if place < 2 * _HELD_OUT else 0].append(
                     data

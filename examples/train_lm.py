@@ -41,6 +41,9 @@ from vla_jax.types import READOUTS
 
 _DATA = flags.DEFINE_string("data", "", "A file or a folder; the standard library by default.")
 _PATTERN = flags.DEFINE_string("pattern", "", "Which files of the folder, such as *.txt.")
+_ONCE = flags.DEFINE_bool(
+    "once", False, "Read no byte twice: one pass, without copies of files, split by content."
+)
 _M = PRESETS["cpu"]
 # What --preset sets beside the model; a flag that is given goes before it.
 _TRAINING: dict[str, dict[str, Any]] = {
@@ -187,7 +190,7 @@ def _run() -> LanguageRun:
     directory(_OUT_DIR.value)  # before the text is read
     if _APPEND.value is not None:
         output(_APPEND.value, "append")
-    task: Any = Text(_DATA.value, _SEQ_LEN.value, _PATTERN.value)
+    task: Any = Text(_DATA.value, _SEQ_LEN.value, _PATTERN.value, _ONCE.value)
     print(task.describe(), flush=True)
     training = TrainConfig(
         steps=_STEPS.value,

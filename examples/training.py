@@ -165,9 +165,15 @@ class CheckpointError(OSError):
 
 
 def batch(task: Task, config: TrainConfig, stream: int, index: int) -> Batch:
-    """Batch ``index`` of a stream, from the task's ``split(stream)`` where it has splits."""
+    """Batch ``index`` of a stream, from the task's ``split(stream)`` where it has splits.
+
+    Raises:
+      ValueError: if the split gives no row twice and has none left.
+    """
     split = getattr(task, "split", None)
-    source = task if split is None else split(stream)
+    source: Any = task if split is None else split(stream)
+    if getattr(source, "once", False):
+        return source.batch(config.seed, index, config.batch_size)
     return source.sample(np.random.default_rng([config.seed, stream, index]), config.batch_size)
 
 
@@ -451,20 +457,40 @@ class Run:
         """
         if (result := self.result()) is not None:
             return result
-        self._start = time.perf_counter()
         with signals() as requested:
-            for _ in self._steps(progress):
-                if number := requested():
-                    if jax.process_count() == 1:
-                        self._save()
-                    raise Interrupted(number)
-                if self.step % self.config.checkpoint_every == 0:
-                    self._save()
-            self._save()
+            self._advance(self.config.steps, requested, progress)
             requested.waits = False  # all is saved
             if number := requested():
                 raise Interrupted(number)
             return self._finish()
+
+    def advance(self, step: int, stop: Callable[[], bool], progress: bool = True) -> bool:
+        """Trains as ``train`` does, to ``step`` or until ``stop`` says so, and saves.
+
+        Returns:
+          Whether ``step`` is reached.
+
+        Raises:
+          Interrupted, FloatingPointError, CheckpointError: as ``train`` does.
+        """
+        with signals() as requested:
+            reached = self._advance(step, requested, progress, stop)
+        self._earlier_seconds, self._start = self.seconds, time.perf_counter()
+        return reached
+
+    def _advance(self, to, requested, progress, stop=lambda: False) -> bool:
+        self._start = time.perf_counter()
+        for _ in self._steps(to, progress):
+            if number := requested():
+                if jax.process_count() == 1:
+                    self._save()
+                raise Interrupted(number)
+            if self.step % self.config.checkpoint_every == 0:
+                self._save()
+            if stop():
+                break
+        self._save()
+        return self.step >= to or self._reached_target()
 
     def close(self) -> None:
         """Releases the directory."""
@@ -485,15 +511,16 @@ class Run:
             return "no checkpoint has been saved before"
         return f"the last good checkpoint is that of step {step}"
 
-    def _steps(self, progress: bool) -> Iterator[None]:
+    def _steps(self, to: int, progress: bool) -> Iterator[None]:
         config = self.config
-        with _bar(config.steps, self.step, progress) as bar:
-            while self.step < config.steps and not self._reached_target():
+        compiled = dataclasses.replace(config, seed=0)  # one program for all seeds
+        with _bar(to, self.step, progress) as bar:
+            while self.step < to and not self._reached_target():
                 step, params, opt_state = self.state
                 data = batch(self.task, config, TRAIN, step)
                 data = place(data, self.mesh, tokens_spec(self.mesh))
                 params, opt_state, train = train_step(
-                    params, opt_state, data, graphdef=self.graphdef, config=config, mesh=self.mesh
+                    params, opt_state, data, graphdef=self.graphdef, config=compiled, mesh=self.mesh
                 )
                 step += 1
                 point: dict[str, float] = {}
