@@ -12,6 +12,19 @@ from training import TrainConfig
 _KEY: dict[str, Any] = {"mixer": "vla", "direction": "key", "readout": "none"}
 _GATED = _KEY | {"beta": True, "decay": True}
 _READ = _GATED | {"inverse": "read"}
+_NO_RATIO: dict[str, Any] = {
+    "mixer": "vla",
+    "readout": "none",
+    "output_norm": "rms_per_head",
+}
+LAMBDAS = (0.01, 1.0, 10.0)
+_SCALED: dict[str, dict[str, Any]] = {
+    "vla": {"mixer": "vla"},
+    "vla key": {"mixer": "vla", "direction": "key"},
+    "vla no ratio rms": _NO_RATIO,
+    "deltanet": {"mixer": "deltanet"},
+    "softmax": {"mixer": "softmax"},
+}
 
 # The published method and its opponents, then one option at a time, then what is exact.
 ARMS: dict[str, dict[str, Any]] = {
@@ -32,7 +45,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "vla no ratio": {"mixer": "vla", "readout": "none"},
     "vla key no ratio": _KEY,
     "vla rms": {"mixer": "vla", "output_norm": "rms_per_head"},
-    "vla no ratio rms": {"mixer": "vla", "readout": "none", "output_norm": "rms_per_head"},
+    "vla no ratio rms": _NO_RATIO,
     "vla key no ratio rms": {
         "mixer": "vla",
         "direction": "key",
@@ -56,6 +69,19 @@ ARMS: dict[str, dict[str, Any]] = {
     "vla silu gated read": _READ | {"mixer": "vla_silu"},
     "vla gated read layer norm": _READ | {"output_norm": "layer"},
     "hybrid": _READ | {"layers": ("vla", "vla", "vla", "softmax")},
+    # Lambda0 of what recalls best, and of what has u from the key (where it was .1 everywhere).
+    **{f"vla no ratio rms {x}": _NO_RATIO | {"lambda0": x} for x in LAMBDAS},
+    **{f"vla key no ratio {x}": _KEY | {"lambda0": x} for x in LAMBDAS},
+    "vla no ratio rms learned": _NO_RATIO | {"learn_lambda0": True},
+    "vla key no ratio learned": _KEY | {"learn_lambda0": True},
+    # Controls: no penalty at all with the features and the norm of the best; the delta rule with
+    # as much state as VLA, whose penalty is half of it.
+    "identity silu rms": {"mixer": "identity_silu", "output_norm": "rms_per_head"},
+    "deltanet wide": {"mixer": "deltanet", "head_dim": 45},
+    # Embeddings of length √d to begin with.
+    **{f"{arm} std 1": options | {"embedding_std": 1.0} for arm, options in _SCALED.items()},
+    "deltanet negative": {"mixer": "deltanet", "allow_neg_eigval": True},
+    "gated_deltanet negative": {"mixer": "gated_deltanet", "allow_neg_eigval": True},
 }
 
 
@@ -115,5 +141,13 @@ ABLATIONS = (
     "vla rls",
     "vla key rls",
 )
+# What lambda0 and the controls say of the best arms; then the same of other embeddings.
+LAMBDA_ARMS = (
+    *(f"vla no ratio rms {x}" for x in (*LAMBDAS, "learned")),
+    *(f"vla key no ratio {x}" for x in (*LAMBDAS, "learned")),
+    "identity silu rms",
+    "deltanet wide",
+)
+SCALED_ARMS = tuple(f"{arm} std 1" for arm in _SCALED)
 # What weights, decay and the inverse at the read are worth; beside "vla key no ratio".
 GATED_ARMS = ("vla gated read", "vla gated", "gated_mesa", "vla decay", "vla beta", "vla read")

@@ -6,7 +6,10 @@ trains the published setting (n = 4 … 48 pairs, vocabulary 128, T = 3n + 1, le
 three seeds; `--preset=ablation` takes VLA's options one by one in it. `--preset=fair` has the
 Zoology layout (vocabulary 8192, separate keys and values, fillers), four learning rates for every
 arm, a short convolution for all arms or for none, equal parameter counts, and tests beyond the
-trained length; `--preset=zoology` is that literature's own comparison over T and model width.
+trained length; `--preset=recall` is that with 32 to 128 pairs, gates, λ₀ from .01 to 10 and
+learned, and two controls; `--preset=scales` is the published setting with embeddings of standard
+deviation 1 instead of .02; `--preset=zoology` is that literature's own comparison over T and
+model width.
 Stop it and start it as you like: it goes on where it was (`--time_limit`, `--help`).
 """
 
@@ -19,9 +22,11 @@ from arms import (
     FAIR_ARMS,
     FAIR_RATES,
     GATED_ARMS,
+    LAMBDA_ARMS,
     PUBLISHED,
     PUBLISHED_ARMS,
     PUBLISHED_RATES,
+    SCALED_ARMS,
     SEEDS,
     model_of,
 )
@@ -75,6 +80,16 @@ def _fair() -> list[Cell]:
     ]
 
 
+def _recall() -> list[Cell]:
+    """What the fair grid leaves open: gates, lambda0, controls, and 128 pairs in 1024 tokens."""
+    arms = ("softmax", "deltanet", "gated_deltanet", "vla no ratio rms", *GATED_ARMS, *LAMBDA_ARMS)
+    return [
+        fair_cell(arm, pairs, min(16 * pairs, 1024), 4, 128, "short convolution")
+        for pairs in (32, 64, 128)
+        for arm in arms
+    ]
+
+
 def _zoology() -> list[Cell]:
     return [
         fair_cell(arm, pairs, length, 4, width, f"d_model {width}")
@@ -90,6 +105,8 @@ EXPERIMENT = grid.Experiment(
         "published": lambda: [published_cell(arm, n) for n in PAIRS for arm in PUBLISHED_ARMS],
         "ablation": lambda: [published_cell(a, n) for n in (32, 24, 48) for a in _ablation_arms()],
         "fair": _fair,
+        "recall": _recall,
+        "scales": lambda: [published_cell(arm, n) for n in (48, 32) for arm in SCALED_ARMS],
         "zoology": _zoology,
         "smoke": lambda: grid.smoke([published_cell(arm, 2) for arm in ("vla", "deltanet")]),
     },

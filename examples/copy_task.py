@@ -22,7 +22,7 @@ import numpy as np
 from arms import FAIR, FAIR_RATES, PUBLISHED, PUBLISHED_RATES, SEEDS, model_of
 from flax import nnx
 from grid import Cell
-from model import EMBEDDING_STD, Model
+from model import Model
 from rows import Table
 from tasks import Copy
 from training import TEST, TrainConfig, batch
@@ -60,7 +60,7 @@ def _untrained(out_dir: pathlib.Path) -> None:
         config = model_of(arm, vocab_size=task.vocab_size, max_length=task.length)
         data = batch(task, TrainConfig(seed=seed, batch_size=512), TEST, 0)
         model = Model(config, nnx.Rngs(seed))
-        model.tokens.embedding[...] *= std / EMBEDDING_STD
+        model.tokens.embedding[...] *= std / config.embedding_std
         guess = np.argmax(nnx.jit(lambda m, ids: m(ids))(model, data.inputs), axis=-1)
         asked = data.weights > 0
         row = {

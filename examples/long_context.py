@@ -4,7 +4,8 @@
 
 trains the published setting: 8 pairs and T = 49 … 512, of which all tokens after the pairs are
 queries, so that nothing distracts. `--preset=fair` has fillers (the Zoology layout), trains at 512
-tokens with four learning rates for every arm and tests at 1024, 2048 and 4096.
+tokens with four learning rates for every arm and tests at 1024, 2048 and 4096; `--preset=far` tests
+at 8192 and 32,768, but for softmax attention, which would need the square of that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from grid import Cell
 from tasks import MQAR
 
 _PAIRS = 8
+_FAR = (
+    "vla no ratio rms", "vla", "vla gated read", "deltanet", "gated_deltanet", "linear",
+)  # fmt: skip
 
 
 def _published(arm: str, length: int) -> Cell:
@@ -35,10 +39,10 @@ def _published(arm: str, length: int) -> Cell:
     return Cell(arm, length, task, model, train, PUBLISHED_RATES, SEEDS)
 
 
-def _fair(arm: str, length: int = 512) -> Cell:
+def _fair(arm: str, length: int = 512, multiples: tuple[int, ...] = (2, 4, 8)) -> Cell:
     task = MQAR(_PAIRS, 8192, "zoology", length)
     model = model_of(arm, match=True, vocab_size=task.vocab_size, max_length=None, short_conv=4)
-    lengths = {f"T={m * length}": MQAR(_PAIRS, 8192, "zoology", m * length) for m in (2, 4, 8)}
+    lengths = {f"T={m * length}": MQAR(_PAIRS, 8192, "zoology", m * length) for m in multiples}
     train = dataclasses.replace(FAIR, steps=2000)
     return Cell(arm, length, task, model, train, FAIR_RATES, SEEDS, lengths)
 
@@ -55,6 +59,7 @@ EXPERIMENT = grid.Experiment(
             _fair(arm)
             for arm in (*FAIR_ARMS, "vla no ratio", "vla no ratio rms", "linear", *GATED_ARMS)
         ],
+        "far": lambda: [_fair(arm, multiples=(16, 64)) for arm in _FAR],
         "smoke": lambda: grid.smoke([_fair(arm, 32) for arm in ("vla", "softmax")]),
     },
     axis="tokens of a sequence",

@@ -26,8 +26,6 @@ from vla_jax.nnx import VariationalLinearAttention
 from vla_jax.plan import LAMBDA0
 from vla_jax.types import Arrays
 
-EMBEDDING_STD = 0.02
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -55,6 +53,9 @@ class ModelConfig:
       dtype: of the computation, such as ``"bfloat16"``; None for float32. Parameters, logits and
         the state of all mixers but ``"softmax"`` are float32 whatever it is.
       output_norm: of every mixer: ``"layer"``, ``"rms_per_head"`` or ``"none"``.
+      head_dim: of every mixer; None for ``d_model // num_heads``.
+      embedding_std: standard deviation of the embeddings to begin with.
+      allow_neg_eigval: whether ``beta`` of the DeltaNets goes up to 2.
 
     Raises:
       ValueError, NotImplementedError: naming what does not fit.
@@ -85,6 +86,9 @@ class ModelConfig:
     beta: bool = False
     decay: bool = False
     learn_lambda0: bool = False
+    head_dim: int | None = None
+    embedding_std: float = 0.02
+    allow_neg_eigval: bool = False
 
     def __post_init__(self) -> None:
         if self.layers is not None:
@@ -105,10 +109,12 @@ class ModelConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.ngrams is not None and self.ngrams < 2:
             raise ValueError(f"ngrams must be at least 2, got {self.ngrams}")
+        if not 0 < self.embedding_std < math.inf:
+            raise ValueError(f"embedding_std must be positive, got {self.embedding_std}")
         if not 1 <= self.ngram_bits <= 24:
             raise ValueError(f"ngram_bits must be from 1 to 24, got {self.ngram_bits}")
         vla = [mixer for mixer in dict.fromkeys(self.mixers) if mixer in _VLA]
-        new = [name for name, default in _NEW.items() if getattr(self, name) != default]
+        new = [name for name, default in _VLA_NEW.items() if getattr(self, name) != default]
         if new and not vla:
             raise ValueError(f"{new[0]} needs a layer of 'vla', got {', '.join(self.mixers)}")
         if self.lambda0 is None:
@@ -144,13 +150,17 @@ def _scaffold(config: ModelConfig) -> dict[str, Any]:
     """What every mixer has."""
     return {
         "num_kv_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
         "short_conv": config.short_conv,
         "output_norm": None if config.output_norm == "none" else config.output_norm,
         "dtype": None if config.dtype is None else jnp.dtype(config.dtype),
     }
 
 
-_NEW: dict[str, Any] = {"inverse": "write", "beta": False, "decay": False, "learn_lambda0": False}
+_VLA_NEW: dict[str, Any] = {
+    "inverse": "write", "beta": False, "decay": False, "learn_lambda0": False,
+}  # fmt: skip
+_NEW = _VLA_NEW | {"head_dim": None, "embedding_std": 0.02, "allow_neg_eigval": False}
 
 # Mixers that are VLA, and what they set.
 _VLA: dict[str, dict[str, Any]] = {
@@ -185,7 +195,10 @@ def _softmax(config: ModelConfig, rngs: nnx.Rngs) -> SoftmaxAttention:
 
 
 def _baseline(kind: str, config: ModelConfig, rngs: nnx.Rngs) -> BaselineAttention:
-    return BaselineAttention(kind, config.num_heads, config.d_model, **_scaffold(config), rngs=rngs)
+    options = _scaffold(config)
+    if config.allow_neg_eigval:
+        options["allow_neg_eigval"] = True
+    return BaselineAttention(kind, config.num_heads, config.d_model, **options, rngs=rngs)
 
 
 # [B, T, d_model] to [B, T, d_model]; everything else in the model is shared.
@@ -244,7 +257,7 @@ class Model(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         options: dict[str, Any] = {
-            "embedding_init": nnx.initializers.normal(EMBEDDING_STD),
+            "embedding_init": nnx.initializers.normal(config.embedding_std),
             "dtype": config.dtype,
             "rngs": rngs,
         }
@@ -381,10 +394,12 @@ def state_floats(config: ModelConfig, length: int) -> int:
     the state (the inverse that ``"vla"`` caches beside its penalty is derived, and not counted).
     """
     heads = config.num_kv_heads or config.num_heads
-    dim = config.d_model // config.num_heads
+    dim = config.head_dim or config.d_model // config.num_heads
     sizes = {"vla": 2 * dim * dim + dim, "softmax": 2 * length * dim}
     sizes |= dict.fromkeys(("mesa", "gated_mesa"), 2 * dim * dim)
-    sizes |= dict.fromkeys(("deltanet", "deltanet_elu", "gated_deltanet"), dim * dim)
+    sizes |= dict.fromkeys(
+        ("deltanet", "deltanet_elu", "gated_deltanet", "identity_silu"), dim * dim
+    )
     sizes["vla_silu"] = 2 * dim * dim + (dim if config.readout == "ratio" else 0)
     if config.readout == "none" or config.inverse == "read":
         sizes["vla"] = 2 * dim * dim

@@ -1,4 +1,4 @@
-"""Synthetic tasks: multi-query associative recall (MQAR) and copying.
+"""Synthetic tasks: multi-query associative recall (MQAR), copying, and words of a group.
 
 A task draws batches from a NumPy generator and from nothing else, so a seed fixes the data.
 Accuracy counts the positions that have a weight: those where the task asks for something.
@@ -7,11 +7,13 @@ Accuracy counts the positions that have a weight: those where the task asks for 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 
 LAYOUTS = ("published", "zoology")
+GROUPS = {"parity": 2, "s3": 3}  # permutations of so many things
 
 # From here on, shuffling all ids to keep a few takes longer than a training step.
 _MANY_IDS = 1024
@@ -203,3 +205,56 @@ class Copy:
         weights = np.zeros((batch_size, 2 * n), np.float32)
         weights[:, n:] = 1
         return Batch(whole[:, :-1], whole[:, 1:], weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Words of a group: at each position, the product of all elements read so far.
+
+    ``group="parity"`` is Z₂, the number of ones modulo 2; ``"s3"`` the six permutations of three
+    things, which do not commute. A model whose steps only shrink its memory can do neither at a
+    length that it has not seen (Grazzi et al., 2024; Merrill et al., "The illusion of state in
+    state-space models", 2024).
+
+    Attributes:
+      group: ``"parity"`` or ``"s3"``.
+      seq_len: T.
+
+    Raises:
+      ValueError: naming what does not fit.
+    """
+
+    group: str = "parity"
+    seq_len: int = 64
+
+    def __post_init__(self) -> None:
+        if self.group not in GROUPS:
+            raise ValueError(f"group must be one of {', '.join(GROUPS)}, got {self.group!r}")
+        if self.seq_len < 1:
+            raise ValueError(f"seq_len must be at least 1, got {self.seq_len}")
+
+    @property
+    def vocab_size(self) -> int:
+        """Elements of the group."""
+        return len(self._elements())
+
+    @property
+    def length(self) -> int:
+        """Tokens of a sequence."""
+        return self.seq_len
+
+    def _elements(self) -> list[tuple[int, ...]]:
+        return list(itertools.permutations(range(GROUPS[self.group])))
+
+    def sample(self, rng: np.random.Generator, batch_size: int) -> Batch:
+        """Draws ``batch_size`` words."""
+        elements = self._elements()
+        number = {element: i for i, element in enumerate(elements)}
+        product = np.array([[number[tuple(a[i] for i in b)] for b in elements] for a in elements])
+        word = rng.integers(len(elements), size=(batch_size, self.seq_len), dtype=np.int32)
+        targets = np.empty_like(word)
+        state = np.zeros(batch_size, np.int64)  # the identity comes first
+        for t in range(self.seq_len):
+            state = product[state, word[:, t]]
+            targets[:, t] = state
+        return Batch(word, targets, np.ones(word.shape, np.float32))

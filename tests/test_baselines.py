@@ -484,11 +484,24 @@ def test_arms_share_the_scaffold():
     [
         ("mesa", {"readout": "ratio"}),
         ("published_deltanet", {"implementation": "xla"}),
+        ("mesa", {"allow_neg_eigval": True}),
     ],
 )
 def test_an_option_that_a_kind_lacks_is_refused(kind, option):
     with pytest.raises(ValueError, match=next(iter(option))):
         make(kind, **option)
+
+
+@pytest.mark.parametrize("kind", ["deltanet", "gated_deltanet"])
+def test_beta_up_to_two_is_twice_the_sigmoid(kind):
+    x = jax.random.normal(jax.random.key(0), (2, 9, 12))
+    doubled, plain = (make(kind, allow_neg_eigval=allow) for allow in (True, False))
+    for layer, bias in ((doubled, -1.0), (plain, np.log(2 / (np.e - 1)))):
+        layer.beta.kernel[...] *= 0
+        layer.beta.bias[...] += bias
+    assert_close(doubled(x), plain(x), 1e-5)
+    doubled.beta.bias[...] += 9  # nearly a reflection at each step
+    assert np.all(np.isfinite(doubled(jnp.tile(x, (1, 30, 1)))))
 
 
 @pytest.mark.parametrize("kind", ["linear", "softmax"])

@@ -1,6 +1,7 @@
 """The examples: what the tasks promise; a run resumes, reports and refuses as it should."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import signal
@@ -17,7 +18,7 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 import training  # noqa: E402
 from model import MIXERS, Model, ModelConfig  # noqa: E402
-from tasks import MQAR, Copy  # noqa: E402
+from tasks import MQAR, Copy, Group  # noqa: E402
 
 TASKS = (
     MQAR(),
@@ -26,6 +27,8 @@ TASKS = (
     MQAR(num_pairs=8, layout="zoology"),
     MQAR(num_pairs=7, vocab_size=16, layout="zoology", seq_len=28),
     Copy(),
+    Group(),
+    Group("s3", 5),
     Copy(num_tokens=1, vocab_size=3),
 )
 MQAR_TASKS = tuple(t for t in TASKS if isinstance(t, MQAR))
@@ -111,6 +114,33 @@ def test_copy_is_not_solved_by_repeating_the_input():
     inputs, targets, weights = draw(task, batch_size=64)
     np.testing.assert_array_equal(inputs[:, :16], targets[:, 16:][:, :16])
     assert np.mean(inputs[weights == 1] == targets[weights == 1]) < 0.03
+
+
+def test_parity_is_the_number_of_ones():
+    inputs, targets, _ = draw(Group("parity", 9))
+    np.testing.assert_array_equal(targets, np.cumsum(inputs, axis=1) % 2)
+
+
+def test_words_of_s3_are_products_of_permutations():
+    inputs, targets, _ = draw(Group("s3", 9))
+    matrices = [np.eye(3)[list(p)] for p in itertools.permutations(range(3))]
+    for word, found in zip(inputs, targets, strict=True):
+        state = np.eye(3)
+        for element, number in zip(word, found, strict=True):
+            state = matrices[element] @ state
+            np.testing.assert_array_equal(state, matrices[number])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group": "s4"}, "group must be one of parity, s3, got 's4'"),
+        ({"seq_len": 0}, "seq_len must be at least 1, got 0"),
+    ],
+)
+def test_a_group_that_does_not_fit_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        Group(**options)
 
 
 @pytest.mark.parametrize("mixer", sorted(MIXERS))

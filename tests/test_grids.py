@@ -22,13 +22,14 @@ import grid
 import grid_report
 import long_context
 import overload
+import state_tracking
 import training
 from model import ModelConfig, parameter_count
 from rows import Table, digest
 from tasks import MQAR
 
 RESULTS = pathlib.Path(__file__).parent.parent / "benchmarks" / "results"
-EXPERIMENTS = (capacity, long_context, copy_task, overload)
+EXPERIMENTS = (capacity, long_context, copy_task, overload, state_tracking)
 TASK = MQAR(num_pairs=2, vocab_size=16)
 SIZES = {"vocab_size": 16, "d_model": 16, "num_heads": 2, "num_layers": 1, "ffn_dim": 16}
 TRAIN = training.TrainConfig(

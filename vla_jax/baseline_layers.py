@@ -43,11 +43,14 @@ class _Mixer:
 
 _MESA = ("mesa", "gated_mesa")
 _RATIO = ("linear", "identity", "published_deltanet")
+_REFLECTING = ("deltanet", "deltanet_elu", "gated_deltanet")
 
 # The feature maps are those of the papers: elu + 1 with the ratio, SiLU and unit length without.
 _MIXERS: Mapping[str, _Mixer] = {
     "linear": _Mixer(baselines.linear_attention, numerics.feature_map),
     "identity": _Mixer(baselines.identity_attention, numerics.feature_map),
+    # The features of DeltaNet, to tell what they do from what its beta does.
+    "identity_silu": _Mixer(baselines.identity_attention, jax.nn.silu, True),
     "published_deltanet": _Mixer(
         baselines.published_deltanet, numerics.feature_map, gates=("gate",), implementations=()
     ),
@@ -142,6 +145,9 @@ class BaselineAttention(_Scaffold):
       readout: None for the one of the kind: the ratio for ``"linear"``, ``"identity"`` and
         ``"published_deltanet"``, none for the others. ``"mesa"`` and ``"gated_mesa"`` have
         no other.
+      allow_neg_eigval: of the DeltaNets, ``beta = 2 sigmoid(W x + b)``, so that a step can turn a
+        direction of the memory round, which tracking of states needs (Grazzi et al., "Unlocking
+        state-tracking in linear RNNs through negative eigenvalues", 2024).
       rngs: the ``params`` stream initialises the parameters.
 
     Raises:
@@ -161,6 +167,7 @@ class BaselineAttention(_Scaffold):
         value_dim: int | None = None,
         out_features: int | None = None,
         readout: Readout | None = None,
+        allow_neg_eigval: bool = False,
         short_conv: int | None = None,
         output_norm: Literal["layer", "rms_per_head"] | None = "layer",
         norm_eps: float = 1e-5,
@@ -173,7 +180,12 @@ class BaselineAttention(_Scaffold):
     ):
         options = layer.options(locals())
         validation.choice("kind", kind, BASELINES)
-        self.kind = kind
+        self.kind, self.allow_neg_eigval = kind, allow_neg_eigval
+        validation.flag("allow_neg_eigval", allow_neg_eigval)
+        if allow_neg_eigval and kind not in _REFLECTING:
+            raise ValueError(
+                f"allow_neg_eigval needs a kind in {', '.join(_REFLECTING)}, got {kind!r}"
+            )
         if kind in _MESA and readout == "ratio":
             raise ValueError(f"readout must be 'none' for kind={kind!r}, got 'ratio'")
         if implementation is not None:
@@ -214,7 +226,7 @@ class BaselineAttention(_Scaffold):
         out = out + group["bias"]
         if name == "log_decay":
             return -jnp.exp(group["log_rate"]) * jax.nn.softplus(out)
-        return jax.nn.sigmoid(out)
+        return jax.nn.sigmoid(out) * (2 if name == "beta" and self.allow_neg_eigval else 1)
 
     @meshes.explicit("B T -")
     @numerics.broadcasts
