@@ -631,7 +631,7 @@ def _summary(rows: Sequence[Row]) -> str:
 def main(experiment: Experiment) -> None:
     """The command of an experiment: flags, then ``run``."""
     presets = [*experiment.presets, *experiment.direct]
-    flags.DEFINE_enum("preset", "published", presets, "Which grid.")
+    flags.DEFINE_enum("preset", presets[0], presets, "Which grid.")
     flags.DEFINE_string("out_dir", None, "Where everything is kept; runs/NAME-PRESET by default.")
     flags.DEFINE_list("arms", [], "Only these arms; all by default.")
     flags.DEFINE_list("settings", [], f"Only these values of: {experiment.axis}.")

@@ -383,8 +383,9 @@ def test_a_command_names_a_bad_flag(flag, message, tmp_path):
     assert "Traceback" not in done.stderr
 
 
-def test_a_command_without_time_only_reports(tmp_path):
-    done = example("long_context", f"--out_dir={tmp_path}", "--preset=smoke", "--time_limit=0")
+@pytest.mark.parametrize("command", ["long_context", "state_tracking"])
+def test_a_command_without_time_only_reports(command, tmp_path):
+    done = example(command, f"--out_dir={tmp_path}", "--preset=smoke", "--time_limit=0")
     assert done.returncode == 0, done.stderr
     assert "Not all runs are there yet" in done.stdout
 
