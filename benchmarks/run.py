@@ -11,9 +11,12 @@ head, at most --check_length tokens); no time is printed for one that fails. A t
 over --repeats of the mean over enough back-to-back calls to fill --min_seconds, compiled and warmed
 up before, waited for at the end (on a CPU, one by one).
 
-Peers: softmax attention (`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU) and, where
-torch and fla can be imported, fla's linear attention, DeltaNet and MesaNet, as CUDA graphs, so that
-launches from Python do not count.
+Forward and backward is the gradient of every input from a cotangent that is given.
+
+Peers: softmax attention (`jax.nn.dot_product_attention`, cuDNN flash attention on a GPU); where
+`jla` (jax-linear-attention) can be imported, its DeltaNet and gated DeltaNet; where torch and fla
+can be, fla's linear attention, DeltaNet and MesaNet, as CUDA graphs, so that launches from Python
+do not count.
 
 Writes OUT/NAME.json and OUT/NAME.png and prints the table.
 """
@@ -21,6 +24,7 @@ Writes OUT/NAME.json and OUT/NAME.png and prints the table.
 import concurrent.futures
 import dataclasses
 import functools
+import importlib.metadata
 import json
 import os
 import pathlib
@@ -48,7 +52,8 @@ flags.DEFINE_list("workloads", None, "names in benchmarks/cases.py: WORKLOADS")
 flags.DEFINE_list("lengths", [], "instead of the workload's own length, these")
 flags.DEFINE_bool("constant_tokens", False, "with --lengths: shrink the batch as T grows")
 flags.DEFINE_list("implementations", None, "of ours; default: those that suit the device")
-flags.DEFINE_list("peers", None, "softmax, fla_linear, fla_delta, fla_mesa; default: what is there")
+PEERS = ("softmax", "jla_delta", "jla_gated", "fla_linear", "fla_delta", "fla_mesa")
+flags.DEFINE_list("peers", None, f"{', '.join(PEERS)}; default: what is there")
 flags.DEFINE_enum("gates", None, ["write", "read"], "ours: weights, decay and the inverse there")
 flags.DEFINE_bool("cpu_time", False, "processor time of all threads: on a CPU that others use too")
 flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "default: bfloat16 on a GPU")
@@ -62,6 +67,14 @@ flags.DEFINE_bool("only_plot", False, "time nothing and draw OUT/NAME.png from O
 
 NAMES = ("query", "key", "value", "direction")
 GATES = ("beta", "log_decay")
+PACKAGES = {"torch": "torch", "triton": "triton", "fla": "fla-core", "jla": "jax-linear-attention"}
+# Names of curves.
+LABELS = {
+    "pallas": "VLA", "xla": "VLA, plain JAX", "associative": "VLA, associative scan",
+    "reference": "VLA, token by token", "triton": "VLA, jax-triton", "softmax": "softmax",
+    "jla_delta": "DeltaNet (jla)", "jla_gated": "gated DeltaNet (jla)",
+    "fla_linear": "linear (fla)", "fla_delta": "DeltaNet (fla)", "fla_mesa": "MesaNet (fla)",
+}  # fmt: skip
 # Largest accepted error relative to the largest entry, values and gradients: float32 arithmetic at
 # the condition numbers of these inputs, and twice the rounding that 16-bit operands bring.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
@@ -90,7 +103,7 @@ class Row:
 
 def peer(row):
     """Whether the row is of something that is not ours."""
-    return row.implementation == "softmax" or row.implementation.startswith("fla_")
+    return row.implementation in PEERS
 
 
 def wall(call, wait):
@@ -186,20 +199,22 @@ def check(implementation, case, dtype):
 
 
 def lowered(function, arrays):
-    """The forward pass, and the gradient of a loss of it, before compilation."""
+    """The forward pass, and that with the gradients from a cotangent, before compilation."""
 
-    def loss(*arrays):
-        return jnp.sum(function(*arrays).astype(jnp.float32) ** 2)
+    def both(cotangent, *arrays):
+        out, pull = jax.vjp(function, *arrays)
+        return out, pull(cotangent)
 
-    gradient = jax.grad(loss, argnums=tuple(range(len(arrays))))
-    return [jax.jit(f).lower(*arrays) for f in (function, gradient)]
+    cotangent = jax.eval_shape(function, *arrays)
+    return jax.jit(function).lower(*arrays), jax.jit(both).lower(cotangent, *arrays)
 
 
 def time_jax(row, compiled, arrays):
     """Fills in the times and the memory of the forward pass and of its gradient."""
     forward, both = compiled
+    cotangent = jax.block_until_ready(jnp.ones_like(forward(*arrays)))
     row.forward_ms = 1e3 * wall(lambda: forward(*arrays), jax.block_until_ready)
-    row.both_ms = 1e3 * wall(lambda: both(*arrays), jax.block_until_ready)
+    row.both_ms = 1e3 * wall(lambda: both(cotangent, *arrays), jax.block_until_ready)
     if (m := both.memory_analysis()) is not None:
         row.temporary_bytes = m.temp_size_in_bytes
         row.peak_bytes = sum(
@@ -239,6 +254,31 @@ def softmax(backend):
     return function
 
 
+def jla(kind, case):
+    """DeltaNet or gated DeltaNet of jax-linear-attention, its kernels on a GPU.
+
+    Without ``--gates`` all weights are 1 and nothing decays.
+    """
+    from jla import ops
+
+    impl = "mosaic_gpu" if jax.default_backend() == "gpu" else "chunked"
+
+    def function(q, k, v, beta, log_decay=None):
+        k, v, beta = (jnp.repeat(x, case.groups, axis=2) for x in (k, v, beta))
+        gates = {"beta": beta} if log_decay is None else {"beta": beta, "g": log_decay}
+        return ops.linear_attention(kind, q, k, v, **gates, use_qk_l2norm=True, impl=impl)[0]
+
+    return function
+
+
+def jla_inputs(row, arrays):
+    """What a row of jla takes of what ``draw`` made."""
+    shape = arrays[1].shape[:3]
+    beta, decay = arrays[4:] or (jnp.ones(shape), jnp.zeros(shape))
+    inputs = (*arrays[:3], beta.astype(arrays[2].dtype))
+    return inputs if row.implementation == "jla_delta" else (*inputs, decay)
+
+
 def prepare(row, case, arrays):
     """What is to be compiled for a row: lowered programs and their inputs; None for fla's."""
     if row.implementation.startswith("fla_"):
@@ -250,6 +290,14 @@ def prepare(row, case, arrays):
             row.note = "not timed: its cost is quadratic (--softmax_length)"
             return None
         return lowered(softmax(backend), arrays[:3]), arrays[:3]
+    if row.implementation.startswith("jla_"):
+        kind = {"jla_delta": "deltanet", "jla_gated": "gated_deltanet"}[row.implementation]
+        inputs = jla_inputs(row, arrays)
+        try:
+            return lowered(jla(kind, case), inputs), inputs
+        except (ImportError, ValueError, NotImplementedError) as error:
+            row.note = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
+            return None
     try:
         return lowered(ours(row.implementation, case), arrays), arrays
     except NotImplementedError as error:
@@ -307,9 +355,11 @@ def time_fla(row, case, arrays):
 
         calls["fla_mesa"] = (mesa, (q, k, v, gate, beta, lamb))
     call, inputs = calls[row.implementation]
+    with torch.no_grad():
+        cotangent = torch.ones_like(call())
 
     def both():
-        return torch.autograd.grad(call().float().square().sum(), inputs)
+        return torch.autograd.grad(call(), inputs, cotangent)
 
     def wait(_):
         torch.cuda.synchronize()
@@ -374,9 +424,9 @@ def versions():
     for name in ("GLIBC_TUNABLES", "XLA_FLAGS"):
         if name in os.environ:
             found[name] = os.environ[name]
-    for name in ("torch", "triton", "fla"):
+    for name, package in PACKAGES.items():
         if name in sys.modules:
-            found[name] = sys.modules[name].__version__
+            found[name] = importlib.metadata.version(package)
     return found
 
 
@@ -414,7 +464,7 @@ def plot(rows, path):
         style = {"marker": "os^Dv<>pX*"[index % 10], "color": f"C{index % 10}"}
         for axis, column in zip(axes, (1, 2), strict=True):
             axis.plot([m[0] for m in mine], [m[column] for m in mine], **style)
-        axes[0].lines[-1].set_label(f"{name}, D={dim}")
+        axes[0].lines[-1].set_label(f"{LABELS.get(name, name)}, D = {dim}")
     for axis, title in zip(axes, ("forward", "forward + backward"), strict=True):
         axis.set(xscale="log", yscale="log", xlabel="T (tokens)", ylabel="ns a token", title=title)
         axis.grid(alpha=0.3, which="both")
@@ -445,7 +495,10 @@ def main(argv):
         names = ["pallas", "xla"] if gpu else ["reference", "xla"]
     peers = FLAGS.peers
     if peers is None:
-        peers = ["softmax", "fla_linear", "fla_delta", "fla_mesa"] if gpu else ["softmax"]
+        peers = PEERS if gpu else ["softmax"]
+    unknown = [name for name in peers if name not in PEERS]
+    if unknown:
+        raise app.UsageError(f"--peers: {unknown[0]!r} is none of {', '.join(PEERS)}")
     found = versions()
     try:
         out = commands.directory(FLAGS.out_dir)
