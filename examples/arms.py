@@ -151,3 +151,43 @@ LAMBDA_ARMS = (
 SCALED_ARMS = tuple(f"{arm} std 1" for arm in _SCALED)
 # What weights, decay and the inverse at the read are worth; beside "vla key no ratio".
 GATED_ARMS = ("vla gated read", "vla gated", "gated_mesa", "vla decay", "vla beta", "vla read")
+
+# What a plot with more arms than can be told apart is split into: six at most, the
+# first of which the question is about.
+QUESTIONS = {
+    "mixers": ("softmax", "mesa", "gated_deltanet", "deltanet", "linear", "vla"),
+    "penalty": ("vla", "identity", "deltanet elu", "published_deltanet", "deltanet", "vla key"),
+    "read-out and norm": (
+        "vla", "vla no ratio", "vla rms", "vla no ratio rms", "vla key no ratio",
+        "vla key no ratio rms",
+    ),
+    "write gain": (
+        "vla", "vla projection", "vla rls", "vla key", "vla key projection", "vla key rls",
+    ),
+    "features": (
+        "vla no ratio rms", "vla silu no ratio rms", "vla key no ratio", "vla key silu no ratio",
+        "identity silu rms", "deltanet",
+    ),
+    "gates": (
+        "vla gated read", "vla gated", "vla decay", "vla beta", "vla read", "vla key no ratio",
+    ),
+    "gated mixers": ("vla gated read", "gated_mesa", "gated_deltanet", "deltanet wide", "softmax"),
+    "lambda0": ("vla no ratio rms", *(f"vla no ratio rms {x}" for x in (*LAMBDAS, "learned"))),
+    "lambda0, u from the key": (
+        "vla key no ratio", *(f"vla key no ratio {x}" for x in (*LAMBDAS, "learned")),
+    ),
+    "embeddings": SCALED_ARMS,
+    "states": (
+        "deltanet negative", "deltanet", "gated_deltanet negative", "gated_deltanet",
+        "vla no ratio rms", "vla gated read",
+    ),
+}  # fmt: skip
+# The same of text, where "vla gated read" stands for VLA.
+TEXT_QUESTIONS = {
+    "mixers": ("softmax", "hybrid", "vla gated read", "gated_deltanet", "deltanet", "linear"),
+    "gates": ("vla gated read", "vla gated", "vla decay", "vla beta", "vla key no ratio", "vla"),
+    "the rest": (
+        "vla gated read", "vla silu gated read", "vla gated read layer norm", "vla read",
+        "vla gated projection", "vla gated rls",
+    ),
+}  # fmt: skip

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from arms import ARMS
+from arms import ARMS, QUESTIONS, TEXT_QUESTIONS
 from matplotlib.figure import Figure
 from PIL import Image
 from rows import Row
@@ -76,6 +77,13 @@ def report(
 
 def _panels(found: Mapping[Key, Outcome]) -> list[str]:
     return list(dict.fromkeys(panel for panel, _, _ in found))
+
+
+def _arms(
+    found: Iterable[Key], panel: str | None = None, setting: float | None = None
+) -> list[str]:
+    here = (a for p, a, s in found if panel in (None, p) and setting in (None, s))
+    return list(dict.fromkeys(here))
 
 
 def table(experiment: Experiment, preset: str, found: Mapping[Key, Outcome]) -> str:
@@ -150,34 +158,63 @@ def _cell(outcome: Outcome) -> str:
     return text if len(outcome.rows) == 3 else f"{text} [{len(outcome.rows)}]"
 
 
-# Okabe and Ito's colours, which differ in lightness too; marker and dash repeat the distinction.
+# Okabe and Ito's colours, which differ in lightness too; the marker repeats the distinction.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#000000", "#CC79A7", "#E69F00", "#56B4E9", "#999999")
-_MARKERS = "osD^vPXd*<>"
-_DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)))
+_MARKERS = "osD^vPX*"
+_MOST = 6  # lines of a plot
 
 
 def style(index: int) -> dict[str, Any]:
-    """Colour, marker and dash of a series; no two of the first 40 agree in all."""
-    return {
-        "color": _COLOURS[(index + (index >= len(_COLOURS))) % len(_COLOURS)],
-        "marker": _MARKERS[index % len(_MARKERS)],
-        "linestyle": _DASHES[(index + index // len(_COLOURS)) % len(_DASHES)],
-        "markersize": 5,
-        "linewidth": 1.4,
-    }
+    """Colour and marker of a series; no two of eight agree in either."""
+    look = {"color": _COLOURS[index % len(_COLOURS)], "marker": _MARKERS[index % len(_MARKERS)]}
+    return look | {"markersize": 5, "linewidth": 1.4}
+
+
+@functools.cache
+def _styles() -> dict[str, int]:
+    """A style for each arm, that no arm has which is drawn beside it."""
+    chosen: dict[str, int] = {}
+    for arm in ARMS:
+        beside = [g for g in (*QUESTIONS.values(), *TEXT_QUESTIONS.values()) if arm in g]
+        taken = {chosen.get(other) for group in beside for other in group}
+        chosen[arm] = next(i for i in range(len(_COLOURS)) if i not in taken)
+    return chosen
 
 
 def arm_style(arm: str) -> dict[str, Any]:
     """The style of an arm: the same in every plot."""
-    known = list(ARMS)
-    return style(known.index(arm) if arm in known else len(known))
+    return style(_styles().get(arm, 0))
+
+
+def _views(panels: Mapping[str, Sequence[str]]) -> list[tuple[str, str, list[str]]]:
+    """``{panel: arms}`` as plots ``(title, panel, arms)`` of six arms at most."""
+    views = []
+    for panel, arms in panels.items():
+        groups = {"": list(arms)}
+        if len(arms) > _MOST:
+            groups = {
+                q: [a for a in arms if a in members]
+                for q, members in QUESTIONS.items()
+                if members[0] in arms  # which it is about
+            }
+            groups = {
+                q: here
+                for q, here in groups.items()
+                if len(here) > 1 and not any(set(here) < set(other) for other in groups.values())
+            }
+            rest = [a for a in arms if not any(a in here for here in groups.values())]
+            for i in range(0, len(rest), _MOST):
+                groups["others" + " again" * (i // _MOST)] = rest[i : i + _MOST]
+        for question, here in groups.items():
+            views.append((", ".join(filter(None, (panel, question))), panel, here))
+    return views
 
 
 def _figure(titles: Sequence[str]) -> tuple[Figure, list[Any]]:
-    """A figure with axes of these titles, four in a line at most."""
-    columns = min(len(titles), 4)
+    """A figure with axes of these titles, three in a line at most."""
+    columns = min(len(titles), 3)
     lines = -(-len(titles) // columns)
-    figure = Figure(figsize=(1.8 + 4.6 * columns, 0.4 + 4 * lines), layout="constrained")
+    figure = Figure(figsize=(5.6 * columns, 0.4 + 3.6 * lines), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
     for one in axes[len(titles) :]:
         one.remove()
@@ -192,37 +229,44 @@ def _aside(arms: Sequence[str]) -> np.ndarray:
     return 0.03 * (np.arange(len(arms)) - (len(arms) - 1) / 2)
 
 
-def _draw(axes: Any, arm: str, x: Sequence[float], values: Sequence[Sequence[float]]) -> Any:
-    """Means and the range of the seeds."""
+def _draw(
+    axes: Any, arm: str, x: Sequence[float], values: Sequence[Sequence[float]]
+) -> tuple[float, float]:
+    """Means and the range of the seeds; returns where the line ends."""
     mean = np.asarray([np.mean(v) for v in values])
     below, above = mean - [min(v) for v in values], [max(v) for v in values] - mean
     spread = np.maximum([below, above], 0)  # the mean of equal numbers is off by its rounding
-    return axes.errorbar(x, mean, yerr=spread, capsize=2, **arm_style(arm))
+    axes.errorbar(x, mean, yerr=spread, capsize=2, **arm_style(arm))
+    return x[-1], mean[-1]
 
 
 def label_ends(axes: Any, ends: Mapping[str, tuple[float, float]]) -> None:
     """Names lines at their ends ``{arm: (x, y)}``, in their colours, no name over another."""
     low, high = axes.get_ylim()
-    gap, below = 0.06 * (high - low), -np.inf
-    for arm, (x, y) in sorted(ends.items(), key=lambda item: item[1][1]):
-        below = max(y, below + gap)
+    gap = 0.065 * (high - low)
+    ranked = sorted(ends.items(), key=lambda item: item[1][1])
+    places: list[float] = []
+    for i, (_, (_, y)) in enumerate(ranked):
+        room = high - gap * (len(ranked) - i - 0.5)  # for those above
+        places.append(max(min(y, room), places[-1] + gap if places else -np.inf))
+    for (arm, (x, y)), below in zip(ranked, places, strict=True):
+        colour = arm_style(arm)["color"]
         axes.annotate(
             arm, (x, y), (1.02, below), textcoords=axes.get_yaxis_transform(), fontsize="small",
-            va="center", color=arm_style(arm)["color"], annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": arm_style(arm)["color"], "linewidth": 0.5},
+            va="center", color=colour, annotation_clip=False,
+            arrowprops={"arrowstyle": "-", "color": colour, "linewidth": 0.6, "linestyle": ":"},
         )  # fmt: skip
 
 
 def save_figure(figure: Figure, path: pathlib.Path) -> None:
-    """Writes a plot as a PNG of 64 colours: a third of the size, to be kept beside the rows."""
+    """Writes a plot as a PNG of 128 colours: a third of the size, to be kept beside the rows."""
     drawn = io.BytesIO()
     figure.savefig(drawn, dpi=120)
     with replacing(path) as temporary:
-        Image.open(drawn).convert("RGB").quantize(64).save(temporary, optimize=True)
+        Image.open(drawn).convert("RGB").quantize(128).save(temporary, optimize=True)
 
 
-def _save(figure: Figure, drawn: Mapping[str, Any], title: str, path: pathlib.Path) -> None:
-    figure.legend(drawn.values(), drawn.keys(), loc="outside right center", fontsize="small")
+def _save(figure: Figure, title: str, path: pathlib.Path) -> None:
     figure.suptitle(title)
     save_figure(figure, path)
 
@@ -234,16 +278,15 @@ def plot_outcomes(
     path: pathlib.Path,
 ) -> None:
     """Accuracy over the settings, a panel beside the other; hollow markers are published."""
-    panels = _panels(found)
-    figure, axes = _figure(panels)
-    drawn: dict[str, Any] = {}
-    for panel, one in zip(panels, axes, strict=True):
-        here = {(a, s): o for (p, a, s), o in found.items() if p == panel}
-        arms = list(dict.fromkeys(a for a, _ in here))
+    views = _views({p: _arms(found, p) for p in _panels(found)})
+    figure, axes = _figure([title for title, _, _ in views])
+    for (_, panel, arms), one in zip(views, axes, strict=True):
+        here = {(a, s): o for (p, a, s), o in found.items() if p == panel and a in arms}
+        ends = {}
         for arm, aside in zip(arms, _aside(arms), strict=True):
             settings = sorted(s for a, s in here if a == arm)
             x = [s * 2 ** (aside / 2) if experiment.log_axis else s + aside for s in settings]
-            drawn[arm] = _draw(one, arm, x, [here[arm, s].accuracies() for s in settings])
+            ends[arm] = _draw(one, arm, x, [here[arm, s].accuracies() for s in settings])
             published = experiment.published.get(preset, {}).get(arm)
             if published:
                 look = arm_style(arm) | {"linestyle": "none", "markerfacecolor": "none"}
@@ -254,10 +297,11 @@ def plot_outcomes(
         ticks = sorted({s for _, s in here})
         one.set_xticks(ticks, [f"{s:g}" for s in ticks])
         one.minorticks_off()
+        label_ends(one, ends)
     title = f"{experiment.name}, {preset} preset"
     if experiment.published.get(preset):
         title += " (hollow: as published)"
-    _save(figure, drawn, title, path)
+    _save(figure, title, path)
 
 
 def plot_lengths(
@@ -266,40 +310,44 @@ def plot_lengths(
     """Accuracy over the lengths that were tested, of what was trained on one."""
     tested = {key: o for key, o in found.items() if o.rows[0]["lengths"]}
     groups = list(dict.fromkeys((p, s) for p, _, s in sorted(tested, key=lambda k: (k[0], k[2]))))
-    titles = [", ".join(filter(None, (p, f"{experiment.axis}: {s:g}"))) for p, s in groups]
-    figure, axes = _figure(titles)
-    drawn: dict[str, Any] = {}
-    for group, one in zip(groups, axes, strict=True):
-        here = {a: o for (p, a, s), o in tested.items() if (p, s) == group}
+    titled = {", ".join(filter(None, (p, f"{experiment.axis}: {s:g}"))): (p, s) for p, s in groups}
+    views = _views({title: _arms(tested, *g) for title, g in titled.items()})
+    figure, axes = _figure([title for title, _, _ in views])
+    for (_, group, arms), one in zip(views, axes, strict=True):
+        here = {a: o for (p, a, s), o in tested.items() if (p, s) == titled[group] and a in arms}
+        ends = {}
         names = ["", *dict.fromkeys(n for o in here.values() for n in o.rows[0]["lengths"])]
         for (arm, o), aside in zip(here.items(), _aside(list(here)), strict=True):
             x = np.arange(len(names)) + aside
-            drawn[arm] = _draw(one, arm, x, [o.accuracies(n) for n in names])
+            ends[arm] = _draw(one, arm, list(x), [o.accuracies(n) for n in names])
         lowest = min(min(o.accuracies(n)) for o in here.values() for n in names)
         one.set_ylim(lowest - 0.05 * (1.02 - lowest), 1 + 0.05 * (1.02 - lowest))
         one.set_xticks(range(len(names)), ["as trained", *names[1:]])
         one.set_xlabel("tested at")
-    _save(figure, drawn, f"{experiment.name}, {preset} preset: lengths", path)
+        label_ends(one, ends)
+    _save(figure, f"{experiment.name}, {preset} preset: lengths", path)
 
 
 def plot_states(
     experiment: Experiment, preset: str, found: Mapping[Key, Outcome], path: pathlib.Path
 ) -> None:
     """Accuracy over the size of the state, a setting beside the other; a panel is a point."""
-    settings = sorted({s for _, _, s in found})
-    figure, axes = _figure([f"{s:g} {experiment.axis}" for s in settings])
-    drawn: dict[str, Any] = {}
-    for setting, one in zip(settings, axes, strict=True):
-        here = [(a, o) for (_, a, s), o in found.items() if s == setting]
+    settings = {f"{s:g} {experiment.axis}": s for s in sorted({s for _, _, s in found})}
+    views = _views({title: _arms(found, setting=s) for title, s in settings.items()})
+    figure, axes = _figure([title for title, _, _ in views])
+    for (_, setting, arms), one in zip(views, axes, strict=True):
+        here = [(a, o) for (_, a, s), o in found.items() if s == settings[setting] and a in arms]
+        ends = {}
         for arm in dict.fromkeys(a for a, _ in here):
             mine = [o for a, o in here if a == arm]
             mine.sort(key=lambda o: o.rows[0]["state_floats"])
             sizes = [o.rows[0]["state_floats"] for o in mine]
-            drawn[arm] = _draw(one, arm, sizes, [o.accuracies() for o in mine])
+            ends[arm] = _draw(one, arm, sizes, [o.accuracies() for o in mine])
         one.set_xlabel("state of a sequence (numbers)")
         one.set_xscale("log", base=2)
         powers = np.log2([o.rows[0]["state_floats"] for _, o in here])
         ticks = 2 ** np.arange(np.floor(powers.min()), np.ceil(powers.max()) + 1)
         one.set_xticks(ticks, [f"{tick:,.0f}" for tick in ticks])
         one.minorticks_off()
-    _save(figure, drawn, f"{experiment.name}, {preset} preset: state", path)
+        label_ends(one, ends)
+    _save(figure, f"{experiment.name}, {preset} preset: state", path)

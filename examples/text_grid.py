@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from arms import SEEDS, model_of
+from arms import SEEDS, TEXT_QUESTIONS, model_of
 from commands import InUse, Lock, said
 from grid_report import arm_style, label_ends, save_figure
 from lm import LanguageRun
@@ -22,18 +22,7 @@ from model import ModelConfig, parameter_count, state_floats
 from rows import Row, Table, digest
 from training import TrainConfig
 
-# By what they answer, at most six in a plot: where VLA stands, then what its parts are worth.
-PANELS = {
-    "mixers": ("softmax", "hybrid", "vla gated read", "gated_deltanet", "deltanet", "linear"),
-    "gates": (
-        "vla gated read", "vla gated", "vla decay", "vla beta", "vla key no ratio", "vla",
-    ),
-    "the rest": (
-        "vla gated read", "vla silu gated read", "vla gated read layer norm", "vla read",
-        "vla gated projection", "vla gated rls",
-    ),
-}  # fmt: skip
-TEXT_ARMS = tuple(dict.fromkeys(arm for arms in PANELS.values() for arm in arms))
+TEXT_ARMS = tuple(dict.fromkeys(arm for arms in TEXT_QUESTIONS.values() for arm in arms))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +254,7 @@ def table(rows: Sequence[Row]) -> str:
 def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
     """Validation over the bytes read and over the time that they took; a line a question."""
     found = by_arm(rows)
-    panels = {name: [a for a in arms if a in found] for name, arms in PANELS.items()}
+    panels = {name: [a for a in arms if a in found] for name, arms in TEXT_QUESTIONS.items()}
     panels = {name: arms for name, arms in panels.items() if arms}
     figure = Figure(figsize=(12, 4.2 * len(panels)), layout="constrained")
     grid_of_axes = figure.subplots(len(panels), 2, squeeze=False)
@@ -274,7 +263,7 @@ def plot(rows: Sequence[Row], path: pathlib.Path) -> None:
             ends = {}
             for arm in arms:
                 x, low, mean, high = _curve(found[arm], label == "seconds")
-                look = {n: v for n, v in arm_style(arm).items() if n not in ("marker",)}
+                look = arm_style(arm) | {"marker": ""}
                 axes.plot(x, mean, **look)
                 axes.fill_between(x, low, high, color=look["color"], alpha=0.15, linewidth=0)
                 ends[arm] = (x[-1], mean[-1])

@@ -341,9 +341,21 @@ def test_fair_arms_have_equally_many_parameters():
     assert max(counts.values()) - min(counts.values()) < 0.005 * counts["vla"]
 
 
-def test_styles_differ_between_arms():
-    looks = {json.dumps(grid_report.arm_style(arm), default=str) for arm in arms.ARMS}
-    assert len(looks) == len(arms.ARMS)
+def test_arms_that_are_drawn_together_differ_in_colour():
+    for question in (*arms.QUESTIONS.values(), *arms.TEXT_QUESTIONS.values()):
+        assert set(question) <= arms.ARMS.keys()
+        colours = {grid_report.arm_style(arm)["color"] for arm in question}
+        assert len(colours) == len(question) <= 6
+
+
+def test_a_plot_of_many_arms_is_split_by_question():
+    few = ["softmax", "vla", "identity"]
+    assert grid_report._views({"panel": few}) == [("panel", "panel", few)]
+    many = list(arms.ARMS)
+    views = grid_report._views({"panel": many})
+    assert {arm for _, _, here in views for arm in here} == set(many)
+    assert all(1 <= len(here) <= 6 and panel == "panel" for _, panel, here in views)
+    assert len({title for title, _, _ in views}) == len(views)
 
 
 def test_steps_must_fit():
