@@ -32,7 +32,7 @@ lm: $(call stamp,examples)
 	$(python) examples/train_lm.py --out_dir=$(LM_DIR) $(ARGS)
 	$(python) examples/generate.py --run=$(LM_DIR)
 
-test: $(call stamp,test)
+test: $(call stamp,test) $(VENV)/.recurrentgemma
 	$(python) -m pytest -n $(WORKERS) --dist=worksteal $(ARGS)
 
 smoke: $(call stamp,test)
@@ -58,4 +58,9 @@ $(VENV)/.created:
 
 $(VENV)/.installed-%: setup.py $(VENV)/.created
 	$(python) -m pip install --editable ".[$*]" --config-settings editable_mode=compat
+	touch $@
+
+# A third party's model, which tests/test_stacks.py trains.
+$(VENV)/.recurrentgemma: examples/stacks/recurrentgemma.txt $(VENV)/.created
+	$(python) -m pip install --no-deps --requirement $<
 	touch $@
