@@ -5,6 +5,7 @@
 # make lint    checks style and types
 # make bench   runs the benchmarks
 # make docs    builds the documentation in build/docs, warnings as errors
+# make package builds wheel and sdist in build/dist, each installed and tried outside the repository
 #
 # Each target first makes a virtual environment in VENV with PYTHON and installs what it needs.
 # (compat: a path, not an import hook, which a folder named vla_jax beside a script would hide.)
@@ -23,7 +24,7 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar lm test smoke lint bench docs clean
+.PHONY: mqar lm test smoke lint bench docs package clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
@@ -48,6 +49,9 @@ bench: $(call stamp,examples)
 
 docs: $(call stamp,docs)
 	$(python) -m sphinx -W --keep-going -b html docs build/docs $(ARGS)
+
+package:
+	PYTHON=$(PYTHON) .ci/package
 
 clean:
 	rm -rf $(VENV)
