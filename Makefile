@@ -5,6 +5,7 @@
 # make lint    checks style and types
 # make bench   runs the benchmarks
 # make docs    builds the documentation in build/docs, warnings as errors
+# make package builds wheel and sdist in build/dist, each installed and tried outside the repository
 #
 # Each target first makes a virtual environment in VENV with PYTHON and installs what it needs.
 # (compat: a path, not an import hook, which a folder named vla_jax beside a script would hide.)
@@ -23,7 +24,7 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar lm test smoke lint bench docs clean
+.PHONY: mqar lm test smoke lint bench docs package clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
@@ -32,7 +33,7 @@ lm: $(call stamp,examples)
 	$(python) examples/train_lm.py --out_dir=$(LM_DIR) $(ARGS)
 	$(python) examples/generate.py --run=$(LM_DIR)
 
-test: $(call stamp,test)
+test: $(call stamp,test) $(VENV)/.recurrentgemma
 	$(python) -m pytest -n $(WORKERS) --dist=worksteal $(ARGS)
 
 smoke: $(call stamp,test)
@@ -49,6 +50,9 @@ bench: $(call stamp,examples)
 docs: $(call stamp,docs)
 	$(python) -m sphinx -W --keep-going -b html docs build/docs $(ARGS)
 
+package:
+	PYTHON=$(PYTHON) .ci/package
+
 clean:
 	rm -rf $(VENV)
 
@@ -58,4 +62,9 @@ $(VENV)/.created:
 
 $(VENV)/.installed-%: setup.py $(VENV)/.created
 	$(python) -m pip install --editable ".[$*]" --config-settings editable_mode=compat
+	touch $@
+
+# A third party's model, which tests/test_stacks.py trains.
+$(VENV)/.recurrentgemma: examples/stacks/recurrentgemma.txt $(VENV)/.created
+	$(python) -m pip install --no-deps --requirement $<
 	touch $@

@@ -24,7 +24,7 @@ from layers import FULL, IN, draw, make, pure
 from support import assert_close, assert_rms_close
 
 import vla_jax
-from vla_jax import layer, linen, nnx, ops
+from vla_jax import layer, linen, nnx, ops, presets
 
 KEY = {"direction": "key", "write_gain": "projection", "readout": "none", "output_norm": None}
 PLAIN = {"num_kv_heads": 1, "use_bias": False, "write_gain": "rls", "direction": "key"}
@@ -34,6 +34,7 @@ OPTIONS = {
     "plain": PLAIN | {"lambda0": 5.0},
     "layer norm": {"short_conv": 1, "norm_eps": 1e-12},
     "features": {"feature_map": jax.nn.silu, "readout": "none", "output_norm": "rms_per_head"},
+    "language": presets.options("language"),
 }
 options = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 
@@ -104,11 +105,21 @@ def numpy_layer(config, params, x, mask=None, segment_ids=None):
         q, k = (p / (1 + np.exp(-p)) for p in (q, k))
     else:
         q, k = (np.where(p > 0, p + 1, np.exp(np.minimum(p, 0))) for p in (q, k))
+    gates = {}
+    if config.beta:
+        logits = np.tensordot(x, params["beta_proj"]["kernel"], 1) + params["beta_proj"]["bias"]
+        gates["beta"] = 1 / (1 + np.exp(-logits))
+    if config.decay:
+        group = params["decay_proj"]
+        logits = np.tensordot(x, group["kernel"], 1) + group["bias"]
+        gates["log_decay"] = -np.exp(group["log_rate"]) * np.log1p(np.exp(logits))
     out, _, _ = oracle.attention(
         q,
         k,
         v,
         direction,
+        **gates,
+        inverse=config.inverse,
         lambda0=lambda0,
         segment_ids=ids,
         mask=mask,
@@ -149,6 +160,38 @@ def test_both_layers_equal_numpy_and_each_other(options):
     assert_close(first[0], exact, tolerances.FLOAT32)
     variables, fresh = {"params": params}, other.init_state(2)
     chex.assert_trees_all_equal(other.apply(variables, x[:, 0], fresh, method="step"), first)
+
+
+def test_gradients_of_the_preset_for_text_equal_differences_of_the_numpy_layer(x64):
+    """Of every parameter, along one random direction each, in float64."""
+    module = make(param_dtype=jnp.float64, **presets.options("language"))
+    x, params = draw(7).astype(float), pure(module)
+    mask, ids = np.ones((2, 7), bool), np.array([[0] * 7, [0] * 4 + [1] * 3])
+    mask[:, 2] = False
+    weights = np.random.default_rng(0).normal(size=(2, 7, IN))
+
+    @jax.jit
+    def gradient(params):
+        return jax.grad(
+            lambda p: (layer.apply(module.config, p, x, mask=mask, segment_ids=ids) * weights).sum()
+        )(params)
+
+    gradients = gradient(params)
+    rng, step = np.random.default_rng(1), 1e-5
+    for group, members in params.items():
+        for name, value in members.items():
+            towards = rng.normal(size=value.shape)
+
+            def loss(t, group=group, name=name, towards=towards):
+                moved = params[group] | {name: params[group][name] + t * towards}
+                out = numpy_layer(module.config, params | {group: moved}, x, mask, ids)
+                return (out * weights).sum()
+
+            expected = (loss(step) - loss(-step)) / (2 * step)
+            found = (gradients[group][name] * towards).sum()
+            np.testing.assert_allclose(
+                found, expected, rtol=1e-6, atol=1e-7, err_msg=f"{group}/{name}"
+            )
 
 
 def test_parameters_are_declared_once():

@@ -6,6 +6,7 @@ import sys
 import pytest
 
 TYPED = """
+import jax
 import jax.numpy as jnp
 from flax import nnx
 import vla_jax
@@ -19,6 +20,11 @@ reveal_type(vla_jax.init_state(2, 4, 16, 16).replace())
 vla_jax.nnx.VariationalLinearAttention(4, 64, **presets.options("language"), rngs=nnx.Rngs(0))
 vla_jax.nnx.SelfAttention(4, 64, preset="best", rngs=nnx.Rngs(0))
 vla_jax.init_state("two", 4, 16, 16)
+
+
+def attend(x: jax.Array) -> jax.Array:
+    out: jax.Array = vla_jax.vla_attention(x, x, x, readout="none")
+    return out
 """
 
 
@@ -26,7 +32,10 @@ vla_jax.init_state("two", 4, 16, 16)
 def test_a_users_mypy_sees_the_types(tmp_path):
     (tmp_path / "user.py").write_text(TYPED)
     done = subprocess.run(
-        [sys.executable, "-m", "mypy", "--no-incremental", "--follow-imports=silent", "user.py"],
+        [
+            sys.executable,
+            *["-m", "mypy", "--strict", "--no-incremental", "--follow-imports=silent", "user.py"],
+        ],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -39,6 +48,6 @@ def test_a_users_mypy_sees_the_types(tmp_path):
     assert lines[0].endswith('Array"'), done.stdout
     assert 'Revealed type is "vla_jax.types.VLAState"' in lines[1], done.stdout
     errors = [line for line in lines if ": error:" in line]
-    assert [line.split(":")[0] for line in errors] == ["13", "14"], done.stdout
+    assert [line.split(":")[0] for line in errors] == ["14", "15"], done.stdout
     assert '"preset"' in errors[0]
     assert '"batch_size"' in errors[1] or '"init_state"' in errors[1]

@@ -3,6 +3,7 @@
 What the layer computes is compared with NumPy in `test_layers`; here with that, and with the layer.
 """
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -159,7 +160,11 @@ def test_packed_rows_equal_numpy(preset):
         module(x, mask=combine(flax_linen.make_causal_mask(ids), not_causal)),
         0,
     )
-    chex.assert_trees_all_equal(module(x), module(x, mask=flax_nnx.make_causal_mask(ids)))
+    lower = np.tril(np.ones((T, T)))  # Flax broadcasts such masks too
+    for alike in (flax_nnx.make_causal_mask(ids), lower, jnp.asarray(lower)[None]):
+        chex.assert_trees_all_equal(module(x), module(x, mask=alike))
+    assert_close(run({"mask": lower}), np.asarray(module(x)), REORDERED32)
+    assert_close(module(x, mask=lower * 0 + 1, is_causal=True), module(x), 0)
 
 
 @pytest.mark.parametrize("preset", presets.PRESETS)
@@ -201,6 +206,52 @@ def test_a_padded_prompt_is_read_into_the_cache():
         assert_close(module.cache[name][...], np.asarray(state[name]), REORDERED32, name)
 
 
+def cached(kind):
+    """``read(x, **call)`` of one token a call, with a cache of two rows."""
+    module = make()
+    module.init_cache((2, 1, IN))
+    if kind == "nnx":
+        run = flax_nnx.jit(lambda module, x, call: module(x, decode=True, **call))
+        return lambda x, **call: run(module, x, call)
+    variables = {"params": pure(module)}
+    other = linen.SelfAttention(4, decode=True)
+    variables |= {"cache": other.init(jax.random.key(0), draw(1))["cache"]}
+    run = jax.jit(lambda v, x, call: other.apply(v, x, mutable=["cache"], **call))
+
+    def read(x, **call):
+        out, changes = run(variables, x, call)
+        variables.update(changes)
+        return out
+
+    return read
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_one_token_a_call_with_a_mask(kind):
+    """A row that is masked reads nothing; a mask of the cache, as Flax's, is refused by name."""
+    x, read, plain = draw(4), cached(kind), cached(kind)
+    first = np.array([True, False])
+    for t in (0, 1):
+        out = read(x[:, t : t + 1], mask=jnp.array([True, t == 1])[:, None, None, None])
+        assert bool(out[1].any()) == (t == 1)
+    plain(jnp.where(first[:, None, None], x[:, :1], x[:, 1:2]))
+    third, single = read(x[:, 2:3], mask=jnp.ones((1, 1, 1, 1))), plain(x[:, 2:3])
+    assert_close(third[1], np.asarray(single[1]), REORDERED32)  # it has read one token less
+    assert not np.allclose(third[0], single[0], atol=1e-3)
+    for shape in ((2, 1, 1, 9), (1, 1, 1, 9)):
+        with pytest.raises(ValueError, match=r"with T = 1, got .* No memory can hide what it has"):
+            read(x[:, 3:], mask=jnp.ones(shape))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_a_document_that_starts_with_a_call_forgets_what_was_read(kind):
+    x, read, fresh = draw(4), cached(kind), cached(kind)
+    for t, positions in enumerate([[0, 3], [1, 4], [0, 5]]):
+        out = read(x[:, t : t + 1], segment_pos=jnp.array(positions)[:, None])
+    assert_close(out[0], np.asarray(fresh(x[:, 2:3])[0]), REORDERED32)
+    assert_close(out[1], np.asarray(make()(x[:, :3])[1, 2:]), REORDERED32)
+
+
 # --- a model whose attention is exchanged ------------------------------------------------------
 
 
@@ -208,11 +259,12 @@ class Block(flax_nnx.Module):
     def __init__(self, attention, rngs):
         self.norm = flax_nnx.LayerNorm(IN, rngs=rngs)
         self.attention = attention(
-            num_heads=4, in_features=IN, qkv_features=8, dropout_rate=0.0, decode=False, rngs=rngs
-        )
+            num_heads=4, in_features=IN, qkv_features=8, dropout_rate=0.0, decode=False,
+            normalize_qk=False, rngs=rngs,
+        )  # fmt: skip
 
     def __call__(self, x, mask):
-        return x + self.attention(self.norm(x), mask=mask, deterministic=True)
+        return x + self.attention(self.norm(x), mask=mask, deterministic=True, sow_weights=False)
 
 
 class LinenBlock(flax_linen.Module):
@@ -232,7 +284,8 @@ class LinenBlock(flax_linen.Module):
             dropout_rate=0.0,
             deterministic=True,
             decode=False,
-        )(y, mask=mask)
+            normalize_qk=False,
+        )(y, mask=mask, sow_weights=False)
 
 
 @pytest.mark.parametrize("kind", ["nnx", "linen"])
@@ -383,6 +436,31 @@ def test_partitioning_is_that_of_flax():
     assert_close(out, np.asarray(plain(x)), REORDERED32)
 
 
+@pytest.mark.parametrize("named", [True, False], ids=["shardings", "names"])
+def test_a_partitioning_may_name_the_first_axes_alone(named):
+    """As in Flax: with names under a mesh, or with shardings that hold it."""
+    mesh = jax.make_mesh(
+        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        devices=jax.devices()[:4],
+    )  # fmt: skip
+    kernel, bias = jax.P(None, "model"), jax.P("model")
+    if named:
+        kernel, bias = (jax.sharding.NamedSharding(mesh, spec) for spec in (kernel, bias))
+    given = {
+        "kernel_init": flax_nnx.with_partitioning(jax.nn.initializers.lecun_normal(), kernel),
+        "bias_init": flax_nnx.with_partitioning(jax.nn.initializers.zeros, bias),
+    }
+    with contextlib.nullcontext() if named else jax.set_mesh(mesh):
+        module = nnx.SelfAttention(4, 16, rngs=flax_nnx.Rngs(0), **given)
+        flax = flax_nnx.MultiHeadAttention(4, 16, rngs=flax_nnx.Rngs(0), **given)
+    for mine, other in ((module.q_proj, flax.query), (module.o_proj, flax.out)):
+        for name in ("kernel", "bias"):
+            found, wanted = mine[name][...], getattr(other, name)[...]
+            assert found.sharding.is_equivalent_to(wanted.sharding, found.ndim)
+            assert not found.sharding.is_fully_replicated
+    assert not module.u_proj["kernel"][...].sharding.is_fully_replicated
+
+
 # --- arguments ---------------------------------------------------------------------------------
 
 
@@ -423,7 +501,10 @@ CALLS = {
     "ids": ({"segment_ids": IDS[:1]}, ValueError, r"segment_ids must have shape \[B, T\]"),
     "no cache": ({"decode": True}, ValueError, "call init_cache"),
     "no bool": ({"decode": 1}, TypeError, "decode must be a bool"),
-    "unknown": ({"sow_weights": True}, TypeError, "sow_weights"),
+    "weights": ({"sow_weights": True}, NotImplementedError, "sow_weights must be False"),
+    "weights, no bool": ({"sow_weights": 0}, TypeError, "sow_weights must be a bool"),
+    "unknown": ({"input_positions": IDS}, TypeError, "input_positions"),
+    "a mask by position": ({"inputs_k": causal}, ValueError, "a mask is given by name, mask="),
 }
 
 
@@ -436,6 +517,7 @@ def test_bad_calls_are_refused_by_name(arguments, kind, message):
 OPTIONS = {
     "dropout": ({"dropout_rate": 0.1}, NotImplementedError, "dropout_rate must be 0, got 0.1"),
     "dropout, no number": ({"dropout_rate": "0"}, TypeError, "dropout_rate must be a number"),
+    "norms": ({"normalize_qk": True}, NotImplementedError, "normalize_qk must be False: keys"),
     "features": ({"qkv_features": 10}, ValueError, "qkv_features = 10 must be a multiple"),
     "decode": ({"decode": "yes"}, TypeError, "decode must be a bool"),
     "read": ({"preset": "language", "readout": "ratio"}, ValueError, "readout"),
@@ -460,8 +542,8 @@ def test_other_faults_are_refused_by_name():
         module.init_cache((3,))
     with pytest.raises(ValueError, match="inputs_q must have shape"):
         module(draw(1)[0])
-    names = flax_linen.with_partitioning(jax.nn.initializers.lecun_normal(), ("e", "h"))
-    with pytest.raises(ValueError, match="kernel_init must name 3 axes, got"):
+    names = flax_linen.with_partitioning(jax.nn.initializers.lecun_normal(), tuple("ehde"))
+    with pytest.raises(ValueError, match="kernel_init must name at most 3 axes, got"):
         linen.SelfAttention(4, kernel_init=names).init(jax.random.key(0), draw(2))
     viewed = flax_nnx.view(make(), decode=True, batch_size=2, max_length=8, deterministic=True)
     assert viewed(draw(1)).shape == (2, 1, IN)

@@ -38,7 +38,7 @@ class _Constant:
         return bool(self.value)
 
 
-_STATIC = {"return_state", "axis_name", "decode", "is_causal"}
+_STATIC = {"return_state", "axis_name", "decode", "is_causal", "sow_weights"}
 
 
 def _shown(option: Any) -> Any:
@@ -203,12 +203,12 @@ class SelfAttention(_Layer):
         ``[in_features, heads, head_dim]`` and biases; the parameters that Flax's attention does not
         have take theirs from them.
       out_kernel_init, out_bias_init: those of the output projection, if others.
-      dropout_rate: 0.
+      dropout_rate, normalize_qk: 0 and False.
       deterministic, broadcast_dropout: accepted; without dropout they change nothing.
 
     Raises:
       ValueError, TypeError: in ``init`` and ``apply``, naming the argument that is wrong.
-      NotImplementedError: for a ``dropout_rate`` that is not 0.
+      NotImplementedError: for a ``dropout_rate`` that is not 0, or ``normalize_qk``.
     """
 
     num_heads: int
@@ -244,6 +244,7 @@ class SelfAttention(_Layer):
     deterministic: bool | None = None
     dropout_rate: float = 0.0
     broadcast_dropout: bool = True
+    normalize_qk: bool = False
 
     @linen.compact
     def __call__(
@@ -257,6 +258,7 @@ class SelfAttention(_Layer):
         segment_pos: Array | None = None,
         deterministic: bool | None = None,
         dropout_rng: Any = None,
+        sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
     ) -> Array:
@@ -265,19 +267,22 @@ class SelfAttention(_Layer):
         Args:
           inputs_q: the tokens.
           inputs_k, inputs_v: None, or the very array that ``inputs_q`` is.
-          mask: ``[B or 1, 1, T, T]``, booleans or 0 and 1: the causal mask, with padding and other
-            documents hidden or not, as ``vla_jax.packing.from_attention_mask`` describes: checked
-            where its values can be looked at, which under jit they cannot. None is the causal mask,
-            too. Padding writes nothing, and its output is 0.
+          mask: ``[B or 1, 1, T, T]`` or ``[T, T]``, booleans or 0 and 1: the causal mask, with
+            padding and other documents hidden or not, as ``vla_jax.packing.from_attention_mask``
+            describes: checked where its values can be looked at, which under jit they cannot. None
+            is the causal mask, too. Padding writes nothing, and its output is 0.
           segment_ids: ``[B, T]``, the documents of packed rows, 1, 2, … and 0 for padding behind
             them, in the place of a mask and without its T² numbers.
           segment_pos: ``[B, T]``, the positions of tokens in their documents, from 0, and −1 for
-            padding, in the place of both.
+            padding, in the place of both. In decoding a call whose first position is 0 forgets
+            what that row has read.
           deterministic, dropout_rng: accepted; there is no dropout.
+          sow_weights: False.
           decode: in the place of the attribute: whether to go on from the collection "cache", which
             must be mutable. As in Flax ``init``, or the first call without one, makes it for
             inputs of this batch, without reading them into it. A call takes one token, as in Flax,
-            or several, such as a whole prompt; a mask is then of these alone.
+            or several, such as a whole prompt; a mask is then of these alone, ``[B or 1, 1, T,
+            T]``, where Flax's is of the whole cache.
           is_causal: whether ``mask`` lacks the causal mask, which is then combined with it.
 
         Raises:
@@ -317,6 +322,7 @@ class SelfAttention(_Layer):
             segment_ids=segment_ids,
             segment_pos=segment_pos,
             is_causal=_shown(is_causal),
+            sow_weights=_shown(sow_weights),
             state=self_attention.state_of(state) if started else None,
         )
         if after is not None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import linen, nnx
+from jax.sharding import NamedSharding, PartitionSpec
 
 from vla_jax import layer, numerics, self_attention, validation
 from vla_jax.layer import FeatureMap, Initializer, LayerConfig, LayerState
@@ -143,13 +144,13 @@ class SelfAttention(nnx.Module):
       out_kernel_init, out_bias_init: those of the output projection, if others.
       kernel_metadata, bias_metadata, out_kernel_metadata, out_bias_metadata: for ``nnx.Param``;
         axis names in them are treated likewise.
-      dropout_rate: 0.
+      dropout_rate, normalize_qk: 0 and False.
       deterministic, broadcast_dropout, keep_rngs: accepted; without dropout they change nothing.
       rngs: the ``params`` stream initialises the parameters.
 
     Raises:
       ValueError, TypeError: naming the argument that is wrong.
-      NotImplementedError: for a ``dropout_rate`` that is not 0.
+      NotImplementedError: for a ``dropout_rate`` that is not 0, or ``normalize_qk``.
     """
 
     def __init__(
@@ -188,6 +189,7 @@ class SelfAttention(nnx.Module):
         deterministic: bool | None = None,
         dropout_rate: float = 0.0,
         broadcast_dropout: bool = True,
+        normalize_qk: bool = False,
         rngs: nnx.Rngs,
         keep_rngs: bool = True,
         kernel_metadata: Mapping[str, Any] = _NO_METADATA,
@@ -237,6 +239,7 @@ class SelfAttention(nnx.Module):
         segment_pos: Array | None = None,
         deterministic: bool | None = None,
         rngs: Any = None,
+        sow_weights: bool = False,
         decode: bool | None = None,
         is_causal: bool = False,
     ) -> Array:
@@ -245,17 +248,20 @@ class SelfAttention(nnx.Module):
         Args:
           inputs_q: the tokens.
           inputs_k, inputs_v: None, or the very array that ``inputs_q`` is.
-          mask: ``[B or 1, 1, T, T]``, booleans or 0 and 1: the causal mask, with padding and other
-            documents hidden or not, as ``vla_jax.packing.from_attention_mask`` describes: checked
-            where its values can be looked at, which under jit they cannot. None is the causal mask,
-            too. Padding writes nothing, and its output is 0.
+          mask: ``[B or 1, 1, T, T]`` or ``[T, T]``, booleans or 0 and 1: the causal mask, with
+            padding and other documents hidden or not, as ``vla_jax.packing.from_attention_mask``
+            describes: checked where its values can be looked at, which under jit they cannot. None
+            is the causal mask, too. Padding writes nothing, and its output is 0.
           segment_ids: ``[B, T]``, the documents of packed rows, 1, 2, … and 0 for padding behind
             them, in the place of a mask and without its T² numbers.
           segment_pos: ``[B, T]``, the positions of tokens in their documents, from 0, and −1 for
-            padding, in the place of both.
+            padding, in the place of both. In decoding a call whose first position is 0 forgets
+            what that row has read.
           deterministic, rngs: accepted; there is no dropout.
+          sow_weights: False.
           decode: in the place of the attribute: whether to go on from the cache. A call takes one
-            token, as in Flax, or several, such as a whole prompt; a mask is then of these alone.
+            token, as in Flax, or several, such as a whole prompt; a mask is then of these alone,
+            ``[B or 1, 1, T, T]``, where Flax's is of the whole cache.
           is_causal: whether ``mask`` lacks the causal mask, which is then combined with it.
 
         Raises:
@@ -278,6 +284,7 @@ class SelfAttention(nnx.Module):
             segment_ids=segment_ids,
             segment_pos=segment_pos,
             is_causal=is_causal,
+            sow_weights=sow_weights,
             state=None if cache is None else self_attention.state_of(cache),
         )
         if state is not None:
@@ -326,8 +333,11 @@ def _named(
     """Metadata given for a kernel or bias, with the axis names of this parameter."""
     changed = dict(metadata)
     for key in _AXIS_NAMES:
-        if changed.get(key) is not None:
-            changed[key] = self_attention.axis_names(group, name, parameter, changed[key])
+        if (given := changed.get(key)) is not None:
+            mesh = given.mesh if isinstance(given, NamedSharding) else None
+            given = given if mesh is None else given.spec
+            names = self_attention.axis_names(group, name, parameter, given)
+            changed[key] = names if mesh is None else NamedSharding(mesh, PartitionSpec(*names))
     return changed
 
 

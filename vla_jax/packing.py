@@ -88,8 +88,9 @@ def from_attention_mask(mask: Array) -> tuple[Array, Array]:
     mask, such as a local window, then gives the result of some mask of this kind.
 
     Args:
-      mask: ``[B or 1, 1, T, T]``, queries before keys, one for all heads: booleans, or numbers of
-        which those that are not 0 mean True, as in Flax.
+      mask: ``[B or 1, 1, T, T]``, queries before keys, one for all heads, or ``[T, T]`` or
+        ``[1, T, T]``, one for all: booleans, or numbers of which those that are not 0 mean True, as
+        in Flax.
 
     Returns:
       ``segment_ids`` int32 and ``mask`` boolean, both ``[B or 1, T]``. The id is the position of
@@ -104,10 +105,12 @@ def from_attention_mask(mask: Array) -> tuple[Array, Array]:
     seen = validation.as_array("mask", mask)
     if not (seen.dtype == jnp.bool_ or jnp.issubdtype(seen.dtype, jnp.number)):
         raise TypeError(f"mask must be booleans or numbers, got dtype {seen.dtype}")
+    if seen.ndim in (2, 3):  # broadcast, as Flax does: a third axis is that of the heads
+        mask, seen = (x.reshape((1,) * (4 - x.ndim) + x.shape) for x in (mask, seen))
     if seen.ndim != 4 or seen.shape[1] != 1 or seen.shape[2] != seen.shape[3]:
         raise ValueError(
-            "mask must have shape [B or 1, 1, T, T], causal self-attention alike in all heads, "
-            f"got {list(seen.shape)}"
+            "mask must have shape [B or 1, 1, T, T] or [T, T], causal self-attention alike in all "
+            f"heads, got {list(seen.shape)}"
         )
     if validation.is_concrete(mask):
         _check_mask(np.asarray(mask)[:, 0])

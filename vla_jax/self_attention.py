@@ -10,6 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -39,6 +40,12 @@ def configure(given: Mapping[str, Any], in_features: int) -> LayerConfig:
         raise NotImplementedError(
             f"dropout_rate must be 0, got {rate}: there are no attention weights to drop; apply "
             "Flax's Dropout to the output of the layer"
+        )
+    validation.flag("normalize_qk", given["normalize_qk"])
+    if given["normalize_qk"]:
+        raise NotImplementedError(
+            "normalize_qk must be False: keys are normalised anyway, and a query is divided out by "
+            "an output norm"
         )
     validation.size("num_heads", given["num_heads"])
     validation.size("in_features", in_features)
@@ -104,21 +111,23 @@ def axis_names(group: str, name: str, parameter: Parameter, names: Any) -> tuple
 
     Those for kernels name ``(in_features, heads, head_dim)``, those for biases ``(heads,
     head_dim)``; the parameters that Flax's attention does not have take from them what their axes
-    are. Those of ``o_proj`` are taken as they stand.
+    are. Those of ``o_proj`` are taken as they stand. Axes behind the last name have none.
 
     Raises:
-      ValueError: if there are more or fewer names than axes.
+      ValueError: if there are more names than axes.
     """
     own = group == "o_proj"
+    names = tuple(names)
     kinds = ("embed", "heads", "head_dim") if name == "kernel" else ("heads", "head_dim")
     wanted = len(parameter.axes) if own else len(kinds)
-    if len(names) != wanted:
+    if len(names) > wanted:
         raise ValueError(
-            f"the partitioning of {'out_' if own else ''}{name}_init must name {wanted} axes, "
-            f"got {tuple(names)}"
+            f"the partitioning of {'out_' if own else ''}{name}_init must name at most {wanted} "
+            f"axes, got {names}"
         )
+    names += (None,) * (wanted - len(names))
     if own:
-        return tuple(names)
+        return names
     named = dict(zip(kinds, names, strict=True)) | {None: None}
     named["kv_heads"] = named["heads"]
     return tuple(named[axis] for axis in parameter.axes)
@@ -162,6 +171,7 @@ def attend(
     segment_ids: Any,
     segment_pos: Any,
     is_causal: bool,
+    sow_weights: bool,
     state: LayerState | None,
 ) -> tuple[Array, LayerState | None]:
     """``(out, state)`` of ``inputs_q [B, T, in_features]``, from a state, if one is given.
@@ -174,17 +184,23 @@ def attend(
       segment_ids: as in ``packing.from_packed_ids``, in the place of ``mask``.
       segment_pos: as in ``packing.from_positions``, in the place of both.
       is_causal: whether the causal mask is still to be combined with ``mask``.
+      sow_weights: False.
       state: of the tokens before, or None where there are none and no state is wanted.
 
     Raises:
       ValueError, TypeError: for a bad argument, which the message names.
-      NotImplementedError: if ``config.implementation`` cannot serve here.
+      NotImplementedError: if ``config.implementation`` cannot serve here, or attention weights are
+        to be sown.
     """
+    validation.flag("sow_weights", sow_weights)
+    if sow_weights:
+        raise NotImplementedError("sow_weights must be False: there are no attention weights")
     for name, other in (("inputs_k", inputs_k), ("inputs_v", inputs_v)):
         if other is not None and other is not inputs_q:
             raise ValueError(
                 f"{name} must be None or the very array that inputs_q is: this is self-attention. "
-                "Where a transformation (remat, jit) traces both, leave it out"
+                "Where a transformation (remat, jit) traces both, leave it out; a mask is given by "
+                "name, mask=…"
             )
     x = validation.array(
         "inputs_q", inputs_q, (None, None, config.in_features), "[B, T, in_features]"
@@ -194,7 +210,15 @@ def attend(
         raise ValueError(
             f"inputs_q must have the batch of the cache, {state.memory.shape[0]}, got {batch}"
         )
+    if state is not None and getattr(mask, "ndim", 0) == 4 and mask.shape[3] != length:
+        raise ValueError(
+            f"mask must have shape [B or 1, 1, T, T] with T = {length}, got {list(mask.shape)}: in "
+            "decoding it is of the tokens of this call. No memory can hide what it has read: mask "
+            "padding in the call that reads it"
+        )
     present, ids = _tokens(mask, segment_ids, segment_pos, is_causal, batch, length)
+    if state is not None and segment_pos is not None:  # a document that starts with this call
+        state = _restarted(state, segment_pos[:, 0] == 0)
     if state is not None and length == 1 and present is None:
         out, state = layer.step(config, params, x[:, 0], state)
         return out[:, None], state
@@ -208,6 +232,14 @@ def attend(
         segment_ids=ids,
         initial_state=state,
         return_state=True,
+    )
+
+
+def _restarted(state: LayerState, starts: Any) -> LayerState:
+    """The state, a fresh one, all zeros, in the rows ``starts [B]``."""
+    return jax.tree.map(
+        lambda x: jnp.where(starts.reshape(-1, *(1,) * (x.ndim - 1)), jnp.zeros((), x.dtype), x),
+        state,
     )
 
 
@@ -227,7 +259,7 @@ def _tokens(
         ids, present = packing.from_positions(segment_pos)
     else:
         validation.flag("is_causal", is_causal)
-        if is_causal and getattr(mask, "ndim", 0) == 4:
+        if is_causal and getattr(mask, "ndim", 0) >= 2:
             mask = np.tril(mask) if validation.is_concrete(mask) else jnp.tril(mask)
         ids, present = packing.from_attention_mask(mask)
     (name,) = given

@@ -1,7 +1,6 @@
 r"""RecurrentGemma's Griffin, with this memory in the place of its local attention.
 
-    pip install --no-deps recurrentgemma einops jaxtyping typeguard==2.13.3 wadler-lindig \
-        sentencepiece
+    pip install --no-deps --requirement examples/stacks/recurrentgemma.txt
     python examples/stacks/recurrentgemma_lm.py --steps=20
 
 Griffin looks its attention block up in ``recurrentgemma.jax.modules``: ``Attention`` below has that
