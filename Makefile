@@ -2,6 +2,7 @@
 # make lm      trains a byte-level language model and lets it write; ARGS="--model=deltanet"
 # make test    runs the tests;          ARGS="-k attention" likewise
 # make smoke   runs one test of every public function and layer, in two minutes
+# make triton  lowers the kernel of jax-triton for CUDA, for which it installs 1 GB but needs no GPU
 # make lint    checks style and types
 # make bench   runs the benchmarks
 # make docs    builds the documentation in build/docs, warnings as errors
@@ -24,7 +25,7 @@ python := $(VENV)/bin/python
 # A stamp for each set of extras, named after it: a new set or a newer setup.py installs again.
 stamp = $(VENV)/.installed-$(subst $(empty) ,$(comma),$(strip $(1) $(EXTRAS)))
 
-.PHONY: mqar lm test smoke lint bench docs package clean
+.PHONY: mqar lm test smoke triton lint bench docs package clean
 
 mqar: $(call stamp,examples)
 	$(python) examples/mqar.py $(ARGS)
@@ -38,6 +39,10 @@ test: $(call stamp,test) $(VENV)/.recurrentgemma
 
 smoke: $(call stamp,test)
 	$(python) -m pytest -n $(WORKERS) tests/test_smoke.py $(ARGS)
+
+triton: $(call stamp,test triton)
+	$(python) -m pip install --no-deps jax-cuda12-plugin==$$($(python) -c "import jaxlib; print(jaxlib.__version__)")
+	CI=1 $(python) -m pytest -n 0 tests/test_triton.py $(ARGS)
 
 lint: $(call stamp,lint)
 	$(python) -m ruff format --check .

@@ -3,7 +3,9 @@
 import ast
 import builtins
 import importlib
+import importlib.util
 import inspect
+import os
 import pathlib
 
 import jax
@@ -108,7 +110,8 @@ def test_kernels_compile(tmp_path, monkeypatch):
 
 def test_both_launches_lower(tmp_path, monkeypatch):
     """As on an H200, where jax-triton and JAX's CUDA plugin are installed; no GPU is needed."""
-    pytest.importorskip("jax_triton", exc_type=ImportError)
+    if not (os.environ.get("CI") and importlib.util.find_spec("jax_triton")):  # make triton
+        pytest.importorskip("jax_triton", exc_type=ImportError)
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     library = importlib.import_module("jax_triton.triton_lib").triton_kernel_call_lib
     monkeypatch.setattr(library, "get_compute_capability", lambda device: 90)
