@@ -26,16 +26,14 @@ def attend(x: jax.Array) -> jax.Array:
     out: jax.Array = vla_jax.vla_attention(x, x, x, readout="none")
     return out
 """
+OPTIONS = ("--strict", "--no-incremental", "--follow-imports=silent")
 
 
 @pytest.mark.slow
 def test_a_users_mypy_sees_the_types(tmp_path):
     (tmp_path / "user.py").write_text(TYPED)
     done = subprocess.run(
-        [
-            sys.executable,
-            *["-m", "mypy", "--strict", "--no-incremental", "--follow-imports=silent", "user.py"],
-        ],
+        [sys.executable, "-m", "mypy", *OPTIONS, "user.py"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
