@@ -199,9 +199,8 @@ def make_mesh(spec: str) -> jax.sharding.Mesh | None:
             f"mesh {spec} needs {count} devices, found {len(jax.devices())}; on a CPU, "
             f"JAX_NUM_CPU_DEVICES={count} in the environment simulates them"
         )
-    auto = (jax.sharding.AxisType.Auto,) * len(sizes)
     devices = jax.devices()[:count]
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=auto, devices=devices)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), devices=devices)
 
 
 def tokens_spec(mesh: jax.sharding.Mesh | None) -> jax.P:

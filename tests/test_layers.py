@@ -634,8 +634,7 @@ def test_logical_axes_of_ones_own():
 def test_logical_axes_on_a_mesh():
     x = draw(6)
     expected = make(num_heads=4)(x)
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.make_mesh((2,), ("model",), axis_types=auto, devices=jax.devices()[:2])
+    mesh = jax.make_mesh((2,), ("model",), devices=jax.devices()[:2])
     names = ("heads", "kv_heads")
     rules = [("embed", None), ("head_dim", None), *((n, "model") for n in names)]
     with jax.set_mesh(mesh), flax_nnx.logical_axis_rules(rules):

@@ -138,7 +138,7 @@ from vla_jax import baselines, vla_attention
 
 process, port = map(int, sys.argv[1:])
 jax.distributed.initialize(f"localhost:{port}", 2, process)
-mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+mesh = jax.make_mesh((2,), ("data",))
 rows = jax.NamedSharding(mesh, jax.P("data"))
 spread = lambda x: jax.make_array_from_callback(x.shape, rows, lambda at: x[at])
 x = np.random.default_rng(0).random((2, 6, 1, 4)).astype(np.float32)

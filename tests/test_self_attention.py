@@ -388,9 +388,7 @@ def test_layers_pickle():
 
 
 def test_partitioning_is_that_of_flax():
-    mesh = jax.make_mesh(
-        (2, 2), ("e", "h"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4]
-    )
+    mesh = jax.make_mesh((2, 2), ("e", "h"), devices=jax.devices()[:4])
     spec, out_spec = ("e", "h", None), ("h", None, "e")
     normal = jax.nn.initializers.lecun_normal()
     x = draw(4)
@@ -440,7 +438,7 @@ def test_partitioning_is_that_of_flax():
 def test_a_partitioning_may_name_the_first_axes_alone(named):
     """As in Flax: with names under a mesh, or with shardings that hold it."""
     mesh = jax.make_mesh(
-        (2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2,
+        (2, 2), ("data", "model"),
         devices=jax.devices()[:4],
     )  # fmt: skip
     kernel, bias = jax.P(None, "model"), jax.P("model")
