@@ -16,7 +16,7 @@ from jax import export
 import vla_jax
 import vla_jax.linen
 import vla_jax.nnx
-from vla_jax import baseline_layers, generation, layer, packing, serialization
+from vla_jax import baseline_layers, baselines, generation, layer, packing, serialization
 
 WIDTH = 8
 X = np.random.default_rng(0).standard_normal((2, 5, WIDTH)).astype(np.float32)
@@ -152,6 +152,8 @@ def test_generation_under_strict_promotion():
         ([[None]], TypeError, "prompts must be sequences of integers"),
         ([[2**31]], ValueError, "prompts must be token ids that fit in int32, got 2147483648"),
         ([np.array([2**40])], ValueError, "prompts must be token ids that fit in int32"),
+        ([[3, -1]], ValueError, "prompts must be token ids, which are not negative, got -1"),
+        (5, TypeError, "prompts must be a sequence of prompts, got 5"),
         ([[]], ValueError, "prompts must be one or more, each of at least one token"),
     ],
 )
@@ -549,3 +551,29 @@ def test_concrete_values_are_checked_under_jit(name, bad):
     x = jnp.ones((1, 3, 2, 4))
     with pytest.raises(ValueError, match=name):
         jax.jit(lambda x: vla_jax.vla_attention(x, x, x, **{name: bad}))(x)
+
+
+@pytest.mark.parametrize("as_array", [np.asarray, jnp.asarray])
+@pytest.mark.parametrize("name", ["beta", "log_decay"])
+@pytest.mark.parametrize("function", [vla_jax.vla_attention, baselines.gated_delta_net])
+def test_gates_of_absent_tokens_do_not_count(function, name, as_array):
+    """Whatever padding holds, in NumPy arrays and in JAX's, called directly and under jit."""
+    x, mask = jnp.ones((1, 3, 2, 4)), np.array([[True, False, True]])
+    gate = np.full((1, 3, 2), -0.5 if name == "log_decay" else 0.5, np.float32)
+    clean = function(x, x, x, **{name: gate}, mask=mask)
+    gate[:, 1] = np.nan
+    call = functools.partial(function, **{name: as_array(gate)}, mask=mask)
+    np.testing.assert_array_equal(call(x, x, x), clean)
+    np.testing.assert_allclose(jax.jit(call)(x, x, x), clean, rtol=1e-6)
+    gate[:, 2] = np.nan
+    with pytest.raises(ValueError, match=f"{name} must be finite and not .*, got nan"):
+        jax.jit(functools.partial(function, **{name: gate}, mask=mask))(x, x, x)
+
+
+def test_concrete_gates_of_baselines_are_checked_under_jit():
+    x = jnp.ones((1, 3, 2, 4))
+    gate = np.full((1, 3, 2, 4), 7, np.float32)
+    with pytest.raises(ValueError, match="gate must be between 0 and 1, got 7"):
+        jax.jit(lambda x: baselines.published_deltanet(x, x, x, gate))(x)
+    with pytest.raises(ValueError, match="log_decay must be finite and not positive, got 7"):
+        jax.jit(lambda x: baselines.mesa_net(x, x, x, log_decay=gate[..., 0], lambda0=1.0))(x)

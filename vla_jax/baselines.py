@@ -64,6 +64,7 @@ class _Tokens:
     value: Array
     segment_ids: Array | None
     present: Array | None  # [B, T, 1]
+    mask: Any  # as given
 
     @property
     def unit_key(self) -> Array:
@@ -92,12 +93,8 @@ class _Tokens:
         """
         if x is None:
             return None
-        if name == "log_decay":
-            allowed, expected = lambda x: (x <= 0) & (x > -jnp.inf), "finite and not positive"
-        else:
-            allowed, expected = lambda x: (x >= 0) & (x < jnp.inf), "finite and not negative"
         wide = self.per_token(name, x)
-        validation.values(name, wide, allowed, expected)
+        validation.gate_values(name, x, self.mask)
         return wide
 
     def initial(self, state: Any, *optional: str) -> BaselineState:
@@ -123,14 +120,15 @@ class _Tokens:
 
 
 def _tokens(query: Any, key: Any, value: Any, segment_ids: Any, mask: Any) -> _Tokens:
-    sizes = planning.Sizes()
+    sizes, given = planning.Sizes(), mask
     query, key, value = planning.tokens_of(sizes, query=query, key=key, value=value)
     segment_ids, mask = validation.segments(segment_ids, mask, sizes["B"], sizes["T"])
     query, key, value, segment_ids, mask = numerics.varying_alike(
         (query, key, value, segment_ids, mask)
     )
     query, key, value = (numerics.masked(x, mask) for x in (query, key, value))
-    return _Tokens(query, key, value, segment_ids, None if mask is None else mask[..., None])
+    present = None if mask is None else mask[..., None]
+    return _Tokens(query, key, value, segment_ids, present, given)
 
 
 def _ratio(out: Array, t: _Tokens, key_sum: Array, eps: float) -> tuple[Array, Array]:
@@ -426,8 +424,8 @@ def published_deltanet(
     """
     t = _tokens(query, key, value, segment_ids, mask)
     state = t.initial(initial_state, *_readout(readout, eps, t))
-    gate = t.per_token("gate", gate, "[B, T, H, E]", absent=1)
-    validation.values("gate", gate, lambda x: (x >= 0) & (x <= 1), "between 0 and 1")
+    given, gate = gate, t.per_token("gate", gate, "[B, T, H, E]", absent=1)
+    validation.gate_values("gate", given, mask)
     unit_key = t.unit_key
     arguments = (t.query, unit_key, unit_key, t.value, gate, state.memory)
     out, memory = _channel_scan(*numerics.varying_alike(arguments), t.segment_ids)

@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -143,15 +143,19 @@ def left_pad(prompts: Sequence[Sequence[int]], length: int | None = None) -> tup
     Raises:
       TypeError: if a prompt holds anything but integers, such as a ``str``.
       ValueError: if there is no prompt, an empty one, one longer than ``length``, or an id that
-        does not fit in int32.
+        is negative or does not fit in int32.
     """
     if isinstance(prompts, str | bytes):
         raise TypeError(f"prompts must be a sequence of prompts, got one {type(prompts).__name__}")
+    if not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r:.60}")
     rows = [_token_ids("prompts", prompt) for prompt in prompts]
     if length is not None:
         validation.positive("length", length, integer=True)
     if not rows or not all(map(len, rows)):
         raise ValueError("prompts must be one or more, each of at least one token")
+    if (least := min(row.min() for row in rows)) < 0:
+        raise ValueError(f"prompts must be token ids, which are not negative, got {least}")
     longest = max(map(len, rows))
     length = longest if length is None else length
     if length < longest:

@@ -193,7 +193,7 @@ def initial(name: str, x: Any, sizes: Sizes, dtype: DTypeLike) -> Array:
     return sizes.check(name, x, label=f"initial_{name}").astype(dtype)
 
 
-def gate(name: str, x: Any, sizes: Sizes) -> Array | None:
+def gate(name: str, x: Any, sizes: Sizes, mask: Any = None) -> Array | None:
     """``weight``, ``beta`` or ``log_decay``, of any floating-point dtype; None stays so.
 
     Values are looked at where that costs no copy from a device: in NumPy arrays.
@@ -203,13 +203,10 @@ def gate(name: str, x: Any, sizes: Sizes) -> Array | None:
     """
     if x is None:
         return None
-    if isinstance(x, np.ndarray) and jnp.issubdtype(x.dtype, jnp.floating):
-        if name == "log_decay":
-            allowed, expected = lambda x: (x <= 0) & (x > -np.inf), "finite and not positive"
-        else:
-            allowed, expected = lambda x: (x >= 0) & (x < np.inf), "finite and not negative"
-        validation.values(name, x, allowed, expected)
-    return sizes.check(name, x)
+    checked = sizes.check(name, x)
+    if isinstance(x, np.ndarray):
+        validation.gate_values(name, x, mask)
+    return checked
 
 
 def penalty_solve(
@@ -284,6 +281,7 @@ def attention(
     )
     dtype = numerics.accumulator_dtype(query.dtype, key.dtype, value.dtype)
     chosen = variant(write_gain, readout, eps, inverse, dtype)
+    given = mask
     segment_ids, mask = validation.segments(segment_ids, mask, sizes["B"], sizes["T"], axis_name)
     bundle = Attention(
         query,
@@ -293,8 +291,8 @@ def attention(
         validation.lambda0(LAMBDA0[inverse] if lambda0 is None else lambda0, sizes["H"], dtype),
         **initial_fields(initial_state, sizes, dtype),
         segment_ids=segment_ids,
-        beta=gate("beta", beta, sizes),
-        log_decay=gate("log_decay", log_decay, sizes),
+        beta=gate("beta", beta, sizes, given),
+        log_decay=gate("log_decay", log_decay, sizes, given),
     )
     return make(bundle, **options, variant=chosen), bundle, mask
 

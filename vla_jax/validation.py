@@ -132,6 +132,24 @@ def values(name: str, x: Any, allowed: Callable[[Any], Any], expected: str) -> N
             raise ValueError(f"{name} must be {expected}, got {wrong[0]}")
 
 
+_GATES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "log_decay": (lambda x: (x <= 0) & (x > -np.inf), "finite and not positive"),
+    "gate": (lambda x: (x >= 0) & (x <= 1), "between 0 and 1"),
+}
+_WEIGHT = (lambda x: (x >= 0) & (x < np.inf), "finite and not negative")
+
+
+def gate_values(name: str, x: Any, mask: Any = None) -> None:
+    """Raises ValueError if a concrete weight, decay or gate ``[B, T, ...]`` is out of its range.
+
+    Both are given as the caller gave them, which under jit are concrete where arrays made of them
+    are not. Tokens that are absent do not count: with a traced ``mask [B, T]`` nothing is checked.
+    """
+    if is_concrete(x) and is_concrete(mask):
+        found = np.asarray(x, np.float64)
+        values(name, found if mask is None else found[np.asarray(mask)], *_GATES.get(name, _WEIGHT))
+
+
 def floating_dtype(name: str, value: Any) -> np.dtype:
     """``value`` as the floating-point dtype that it names; TypeError if it names none."""
     try:
