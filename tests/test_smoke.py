@@ -1,5 +1,6 @@
-"""One small use of every public function and layer: ``make smoke``."""
+"""One small use of every public function and layer, in JAX's strict modes: ``make smoke``."""
 
+import contextlib
 import functools
 import importlib
 
@@ -32,6 +33,36 @@ from vla_jax import (
 B, T, H, D, E = 2, 5, 1, 3, 2
 TOLERANCE = 1e-4
 USES = {}
+
+
+STRICT = {
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_debug_nans": True,
+    "jax_enable_checks": True,
+    "jax_check_tracer_leaks": True,
+}
+
+
+@contextlib.contextmanager
+def setting(options):
+    """JAX's configuration with these options."""
+    before = {name: getattr(jax.config, name) for name in options}
+    attended.cache_clear()
+    try:
+        for name, value in options.items():
+            jax.config.update(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        attended.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def _strict():
+    with setting(STRICT):
+        yield
 
 
 def use(*names):
@@ -358,7 +389,8 @@ def test_packed_rows_and_their_attention_mask():
     packed = jnp.asarray([[1, 1, 2, 0]])
     ids, mask = packing.from_packed_ids(packed)
     np.testing.assert_array_equal(mask, [[True, True, True, False]])
-    seen = (packed[:, :, None] == packed[:, None]) & jnp.tri(4, dtype=bool) & mask[:, None]
+    earlier = np.tri(4, dtype=bool)[None]
+    seen = (packed[:, :, None] == packed[:, None]) & earlier & mask[:, None]
     found, present = packing.from_attention_mask(seen[:, None])
     np.testing.assert_array_equal(present, mask)
     np.testing.assert_array_equal(found[0, 1:] == found[0, :-1], ids[0, 1:] == ids[0, :-1])

@@ -114,7 +114,7 @@ def from_attention_mask(mask: Array) -> tuple[Array, Array]:
         )
     if validation.is_concrete(mask):
         _check_mask(np.asarray(mask)[:, 0])
-    ids, valid = _documents(seen[:, 0] != 0, jnp, jax.lax.cummax)
+    ids, valid = _documents(seen[:, 0].astype(bool), jnp, jax.lax.cummax)
     return ids.astype(jnp.int32), valid
 
 
