@@ -74,6 +74,44 @@ CODE = {
     *("mode", "use"),
 }
 
+# Files of which --versions takes these tests alone. What is left out is of numbers, which no
+# version changes, or of the examples' own files, folders and flags; the library's calls in them
+# are made by the tests that stay.
+ONCE = {
+    "test_lm.py": ("test_training_command", "test_decoding_equals_prefill_at_every_split"),
+    "test_runs.py": (
+        "test_a_run_that_diverges_says_so_in_one_line",
+        "test_a_damaged_checkpoint_gives_way_to_the_one_before",
+        "test_a_signal_saves_and_another_run_goes_on",
+    ),
+    "test_grids.py": (
+        "test_each_run_is_what_it_would_be_alone",
+        "test_a_grid_that_was_stopped_goes_on",
+    ),
+    "test_examples.py": ("test_command", "test_result"),
+    "test_text_arms.py": (),
+    "test_multi_process.py": ("test_two_processes_a_loss_and_a_resumption",),
+    "test_baselines.py": (
+        "test_values_and_gradients_equal_the_oracle",
+        "test_a_layer_decodes_what_it_computes",
+        "test_shard_map_with_its_check",
+        "test_shard_map_where_only_segments_vary",
+    ),
+    "test_pitfalls.py": (
+        "test_pitfall_20_x64_mode_changes_nothing",
+        "test_pitfall_21_vmap",
+        "test_pitfall_22_every_order_with_the_reference",
+        "test_pitfall_22_others_name_the_reference",
+        "test_pitfall_23_gradient_inside_shard_map",
+        "test_pitfall_24_remat_with_a_names_policy",
+        "test_pitfall_25_selftest_command",
+    ),
+    "test_small_lambda0.py": (),
+    "test_scaling.py": ("test_no_recompilation_for_a_repeated_shape",),
+    "test_diagnostics.py": (),
+    "test_fuzz.py": (),
+}
+
 hypothesis.settings.register_profile(
     "default",
     deadline=None,
@@ -114,7 +152,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--versions",
         action="store_true",
-        help="one case of each test and code path: what a version of Python or JAX can break",
+        help="one case of a test and code path: what a version of Python or JAX can break",
     )
 
 
@@ -149,10 +187,15 @@ def pytest_collection_modifyitems(config, items):
     deselected = _not_interpreted(items) if common.gpu() is None else []
     items[:] = [item for item in items if item not in set(deselected)]
     if config.getoption("--versions"):
-        last = {_code_path(item): item for item in items}
-        deselected += [item for item in items if last[_code_path(item)] is not item]
-        items[:] = [item for item in items if last[_code_path(item)] is item]
+        last = {_code_path(item): item for item in items if _of_a_version(item)}
+        deselected += [item for item in items if last.get(_code_path(item)) is not item]
+        items[:] = [item for item in items if last.get(_code_path(item)) is item]
     config.hook.pytest_deselected(items=deselected)
+
+
+def _of_a_version(item):
+    """Whether --versions takes cases of the test."""
+    return item.originalname in ONCE.get(item.path.name, (item.originalname,))
 
 
 def _code_path(item):
