@@ -34,6 +34,25 @@ def softmax(**options):
     return baseline_layers.SoftmaxAttention(2, WIDTH, window=64, **options, rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize(
+    "function", [vla_jax.vla_attention, baselines.delta_net, baselines.mesa_net]
+)
+def test_a_traced_return_state_is_named(function):
+    gates = {"lambda0": 1.0} if function is baselines.mesa_net else {}
+    x = jnp.ones((1, 3, 2, 4))
+    call = functools.partial(function, x, x, x, **gates)
+    with pytest.raises(TypeError, match=r"return_state must be a Python bool, got a traced value"):
+        jax.jit(lambda flag: call(return_state=flag))(True)
+    with pytest.raises(TypeError, match=r"return_state must be a bool, got 2"):
+        call(return_state=2)
+
+
+@pytest.mark.parametrize("kind", ["deltanet", "mesa", "softmax"])
+def test_a_traced_return_state_of_a_baseline_layer_is_named(kind):
+    with pytest.raises(TypeError, match=r"return_state must be a Python bool, got a traced value"):
+        nnx.remat(lambda model, flag: model(X, return_state=flag))(NNX_LAYERS[kind](), True)
+
+
 NNX_LAYERS = {
     "vla": vla,
     "vla short_conv": functools.partial(vla, short_conv=3),

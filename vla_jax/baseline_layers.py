@@ -240,6 +240,7 @@ class BaselineAttention(_Scaffold):
         return_state: bool = False,
     ) -> Any:
         """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
+        validation.flag("return_state", return_state)
         mixer, config = _MIXERS[self.kind], self.config
         x, mask, segment_ids, query, key, value, conv = self._enter(
             x, mask, segment_ids, initial_state
@@ -362,6 +363,7 @@ class SoftmaxAttention(_Scaffold):
         return_state: bool = False,
     ) -> Any:
         """``[B, T, in_features]`` to ``[B, T, out_features]``, or to that and the state."""
+        validation.flag("return_state", return_state)
         _, mask, segment_ids, query, key, value, conv = self._enter(
             x, mask, segment_ids, initial_state
         )

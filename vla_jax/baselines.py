@@ -144,6 +144,7 @@ def _finish(
     out: Array, t: _Tokens, state: BaselineState, readout: str, eps: float, return_state: bool
 ) -> Any:
     """The ratio where it is asked for, the dtype of the query, and the state."""
+    validation.flag("return_state", return_state)
     if readout == "ratio":
         out, key_sum = _ratio(out.astype(t.dtype), t, state.key_sum, eps)
         state = dataclasses.replace(state, key_sum=key_sum)

@@ -164,6 +164,7 @@ def vla_attention(
       NotImplementedError: if the named implementation cannot serve here, and for forward-mode or
         second-order differentiation of any but ``"reference"``.
     """
+    validation.flag("return_state", return_state)
     plan, inputs, mask = planning.attention(
         query, key, value, direction, beta=beta, log_decay=log_decay, inverse=inverse,
         lambda0=lambda0, initial_state=initial_state,

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from vla_jax import bundles, decay, implementations, numerics, ops, primitives
+from vla_jax import bundles, decay, implementations, numerics, ops, primitives, validation
 from vla_jax import plan as planning
 from vla_jax.bundles import Attention, Delta
 from vla_jax.plan import Plan
@@ -317,6 +317,7 @@ def context_parallel_attention(
       NotImplementedError: as ``vla_attention``.
     """
     axis_size(axis_name)
+    validation.flag("return_state", return_state)
     plan, inputs, mask = _checked(
         query, key, value, direction, beta=beta, log_decay=log_decay, lambda0=lambda0,
         initial_state=initial_state, inverse=inverse,
@@ -447,6 +448,7 @@ def sharded_attention(
         "inverse": inverse, "write_gain": write_gain, "readout": readout, "eps": eps,
         "chunk_size": chunk_size, "implementation": implementation, "precision": precision,
     }  # fmt: skip
+    validation.flag("return_state", return_state)
     _, inputs, mask = _checked(
         query, key, value, direction, beta=beta, log_decay=log_decay, lambda0=lambda0,
         initial_state=initial_state, segment_ids=segment_ids, mask=mask, **static,
