@@ -33,6 +33,18 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
+@contextlib.contextmanager
+def resumable(name: str) -> Iterator[None]:
+    """Ends a command that goes on where it was stopped in a line, at an error or a signal."""
+    try:
+        yield
+    except (ValueError, OSError, NotImplementedError) as error:
+        sys.exit(f"{name}: {said(error)}")
+    except KeyboardInterrupt as error:
+        print("\nInterrupted; the same command goes on from here.")
+        sys.exit(getattr(error, "code", 130))
+
+
 class Signals:
     """The first SIGINT or SIGTERM, kept until somebody looks; a second one raises at once.
 

@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags
-from commands import Interrupted, Lock, check_arguments, directory, said, signals
+from commands import Interrupted, Lock, check_arguments, directory, resumable, said, signals
 from flax import nnx
 from grid_report import report
 from model import Model, ModelConfig, parameter_count, state_floats
@@ -697,14 +697,8 @@ def _one_cpu_thread() -> None:
 
 def direct(name: str, out_dir: str, function: Callable[[pathlib.Path], None]) -> None:
     """Runs what trains nothing in its directory; its rows are there whenever it is stopped."""
-    try:
-        with locked(out_dir) as path:
-            function(path)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{name}: {said(error)}")
-    except KeyboardInterrupt:
-        print("\nInterrupted; the same command goes on from here.")
-        sys.exit(130)
+    with resumable(name), locked(out_dir) as path:
+        function(path)
 
 
 def _main(experiment: Experiment, argv: list[str]) -> None:
@@ -720,14 +714,9 @@ def _main(experiment: Experiment, argv: list[str]) -> None:
     if ahead is None:
         ahead = 0 if jax.default_backend() == "cpu" else 4
     options = Options(values.time_limit, ahead, progress=values.progress)
-    try:
+    with resumable(name):
         cells = _choose(experiment.presets[values.preset](), values)
         complete = run(experiment, values.preset, cells, out_dir, options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{name}: {said(error)}")
-    except KeyboardInterrupt as error:
-        print("\nInterrupted; the same command goes on from here.")
-        sys.exit(getattr(error, "code", 130))
     if not complete:
         print("Not all runs are there yet; the same command goes on from here.")
     print(RUNS.path(pathlib.Path(out_dir)))

@@ -18,13 +18,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import pathlib
-import sys
 import time
 from typing import Any
 
 from absl import app, flags
-from arms import ARMS
-from commands import check_arguments, directory, said
+from commands import check_arguments, directory, resumable
 from text import Text
 from text_grid import PRESETS, RUNS, TEXT_ARMS, Arm, keep, report
 
@@ -46,7 +44,7 @@ def _train(out_dir: pathlib.Path) -> bool:
     if _STEPS.value is not None:
         train = dataclasses.replace(preset.train, steps=_STEPS.value)
         preset = dataclasses.replace(preset, train=train)
-    unknown = set(_ARMS.value) - ARMS.keys()
+    unknown = set(_ARMS.value) - set(TEXT_ARMS)
     if unknown:
         raise ValueError(f"--arms must be among {', '.join(TEXT_ARMS)}; got {unknown.pop()!r}")
     begun = time.perf_counter()
@@ -75,16 +73,11 @@ def main(argv: list[str]) -> None:
     """Trains what is missing and reports."""
     check_arguments("text_arms", argv)
     complete = True
-    try:
+    with resumable("text_arms"):
         out_dir = directory(_OUT_DIR.value)
         if _TIME_LIMIT.value != 0:
             complete = _train(out_dir)
         report(out_dir)
-    except (ValueError, OSError, NotImplementedError) as error:
-        sys.exit(f"text_arms: {said(error)}")
-    except KeyboardInterrupt as error:
-        print("\nInterrupted; the same command goes on from here.")
-        sys.exit(getattr(error, "code", 130))
     if not complete:
         print("Not all runs are there yet; the same command goes on from here.")
     print(RUNS.path(out_dir))

@@ -173,6 +173,7 @@ def test_generation_under_strict_promotion():
         ([np.array([2**40])], ValueError, "prompts must be token ids that fit in int32"),
         ([[3, -1]], ValueError, "prompts must be token ids, which are not negative, got -1"),
         (5, TypeError, "prompts must be a sequence of prompts, got 5"),
+        (np.array(3), TypeError, r"prompts must be a sequence of prompts, got array\(3\)"),
         ([[]], ValueError, "prompts must be one or more, each of at least one token"),
     ],
 )

@@ -139,6 +139,7 @@ def test_a_rate_that_diverges_is_not_chosen(task, tmp_path):
     ("flags", "message"),
     [
         (["--arms=vla,none"], "--arms must be among"),
+        (["--arms=mesa"], "--arms must be among"),  # of the grids, and in no table here
         (["--data=FOLDER", "--steps=100000", "--preset=smoke", "--arms=softmax"], "one pass over"),
     ],
 )

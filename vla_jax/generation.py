@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -147,9 +147,11 @@ def left_pad(prompts: Sequence[Sequence[int]], length: int | None = None) -> tup
     """
     if isinstance(prompts, str | bytes):
         raise TypeError(f"prompts must be a sequence of prompts, got one {type(prompts).__name__}")
-    if not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r:.60}")
-    rows = [_token_ids("prompts", prompt) for prompt in prompts]
+    try:
+        given = list(prompts)
+    except TypeError as error:
+        raise TypeError(f"prompts must be a sequence of prompts, got {prompts!r:.60}") from error
+    rows = [_token_ids("prompts", prompt) for prompt in given]
     if length is not None:
         validation.positive("length", length, integer=True)
     if not rows or not all(map(len, rows)):
